@@ -1,0 +1,117 @@
+"""Attention over a paged KV cache: keys and values live in blocks of equal size, and a block table lists a sequence's blocks in order.
+
+Both entries gather the blocks and call the same `chunked_attention` as training; what is gathered beyond a sequence's length is
+masked and adds an exact zero.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .attention_core import CHUNK_KEYS, chunked_attention
+
+__all__ = ["copy_blocks", "paged_decode_attention", "paged_prefill_attention", "store_kv"]
+
+_GATHER_ELEMENTS = 1 << 24  # keys of at most about this many elements are gathered at once
+
+
+def store_kv(k_cache, v_cache, qkv, slot_mapping, num_heads, num_kv_heads):
+    """Write the keys and values of qkv (T, (H + 2K) * D) into the caches (num_blocks, block_size, K, D) at slot_mapping (T) int64, in place.
+
+    Slot = block * block_size + offset in the block; -1 = this row is not stored.
+    """
+    num_blocks, block_size, _, head_dim = k_cache.shape
+    rows = qkv.reshape(len(qkv), num_heads + 2 * num_kv_heads, head_dim)
+    slots = np.asarray(slot_mapping)
+    if len(slots) and slots.min() < 0:
+        stored = slots >= 0
+        rows, slots = rows[stored], slots[stored]
+    k_cache.reshape(num_blocks * block_size, num_kv_heads, head_dim)[slots] = rows[:, num_heads : num_heads + num_kv_heads]
+    v_cache.reshape(num_blocks * block_size, num_kv_heads, head_dim)[slots] = rows[:, num_heads + num_kv_heads :]
+
+
+def copy_blocks(caches, src, dst):
+    """Copy whole blocks src (n) to dst (n) in every layer of caches, a list of (k_cache, v_cache); every source is read before any is written."""
+    src, dst = np.asarray(src), np.asarray(dst)
+    if len(src) == 0:
+        return
+    for k_cache, v_cache in caches:
+        k_cache[dst] = k_cache[src]
+        v_cache[dst] = v_cache[src]
+
+
+def paged_decode_attention(qkv, k_cache, v_cache, block_tables, context_lens, num_heads):
+    """One query a sequence, over its context_lens (B) keys (its own included, stored before). 0 = ghost row, whose result is 0.
+
+    qkv (B, (H + 2K) * D), of which only the queries are read; block_tables (B, M) int32. Returns (B, H * D).
+    """
+    batch, head_dim = len(qkv), k_cache.shape[3]
+    queries = qkv.reshape(batch, qkv.shape[1] // head_dim, head_dim)[:, :num_heads]
+    out = np.empty((batch, num_heads, head_dim), qkv.dtype)
+    lengths = np.asarray(context_lens)
+    for rows in _decode_groups(lengths, k_cache):
+        keys, values = _gather(k_cache, v_cache, block_tables, lengths, rows)
+        out[rows] = chunked_attention(queries[rows][:, None], keys, values, lengths[rows])[0][:, 0]
+    return out.reshape(batch, num_heads * head_dim)
+
+
+def paged_prefill_attention(qkv, k_cache, v_cache, block_tables, cu_seqlens_q, context_lens, num_heads):
+    """Causal attention of packed new queries over all keys of their sequences (those of the new tokens included, stored before).
+
+    qkv (T, (H + 2K) * D); sequence b has the rows cu_seqlens_q[b] to cu_seqlens_q[b + 1], which are the last ones of its context_lens[b] keys.
+    Returns (T, H * D); rows beyond cu_seqlens_q[-1] are 0.
+    """
+    head_dim = k_cache.shape[3]
+    queries = qkv.reshape(len(qkv), qkv.shape[1] // head_dim, head_dim)[:, :num_heads]
+    out = np.zeros((len(qkv), num_heads, head_dim), qkv.dtype)
+    starts, lengths = np.asarray(cu_seqlens_q), np.asarray(context_lens)
+    counts = np.diff(starts)
+    groups: dict[tuple[int, int], list[int]] = {}
+    for row, shape in enumerate(zip(counts.tolist(), lengths.tolist(), strict=True)):
+        if shape[0]:
+            groups.setdefault(shape, []).append(row)
+    for (count, length), members in groups.items():
+        at_once = max(1, _GATHER_ELEMENTS // (length * k_cache[0, 0].size))
+        for start in range(0, len(members), at_once):
+            rows = np.array(members[start : start + at_once])
+            keys, values = _gather(k_cache, v_cache, block_tables, lengths, rows)
+            tokens = starts[rows][:, None] + np.arange(count)
+            out[tokens] = chunked_attention(queries[tokens], keys, values, lengths[rows])[0]
+    return out.reshape(len(qkv), num_heads * head_dim)
+
+
+def _decode_groups(lengths, k_cache):
+    """Split the rows into groups to gather at once: rows of about equal length together, so that few masked keys are read."""
+    block_size = k_cache.shape[1]
+    if len(lengths) and lengths.max() <= max(CHUNK_KEYS // 2, 2 * block_size):
+        return [np.arange(len(lengths))]
+    order = np.argsort(lengths, kind="stable")
+    groups, start = [], 0
+    while start < len(order):
+        shortest = max(int(lengths[order[start]]), block_size)
+        # a group ends where a row is a quarter (and at least a block) longer than its shortest, or where it would grow too big
+        stop = start + int(np.searchsorted(lengths[order[start:]], shortest + max(shortest // 4, block_size), "right"))
+        longest = max(1, int(lengths[order[stop - 1]]))
+        stop = min(stop, start + max(1, _GATHER_ELEMENTS // (longest * k_cache[0, 0].size)))
+        groups.append(order[start:stop])
+        start = stop
+    return groups
+
+
+def _gather(k_cache, v_cache, block_tables, lengths, rows):
+    """Keys and values (G, n * block_size or less, K, D) of the sequences `rows`; entries beyond a sequence's length are 0."""
+    block_size, num_kv_heads, head_dim = k_cache.shape[1:]
+    row_lengths = lengths[rows]
+    longest = max(1, int(row_lengths.max()))  # a group of ghost rows reads one block, all masked
+    width = -(-longest // block_size)
+    blocks = block_tables[rows, :width]
+    unused = np.arange(width) * block_size >= row_lengths[:, None]
+    blocks = np.where(unused, 0, blocks)
+    shape = (len(rows), width * block_size, num_kv_heads, head_dim)
+    keys = k_cache[blocks].reshape(shape)[:, :longest]
+    values = v_cache[blocks].reshape(shape)[:, :longest]
+    if (row_lengths != longest).any():  # a stale NaN times a weight of 0 would be NaN, so the masked entries are cleared
+        beyond = np.arange(longest) >= row_lengths[:, None]
+        keys[beyond] = 0
+        values[beyond] = 0
+    return keys, values
