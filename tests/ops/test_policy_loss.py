@@ -1,0 +1,143 @@
+"""Policy losses: every case of tests/golden/policy_losses.npz (TRL's own numbers), gradients, and degenerate inputs."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cukit.autograd import Tensor
+from cukit.backend.numpy.policy_loss import kl_estimate
+from cukit.ops.policy_loss import STATS, policy_loss
+from cukit.trainers.advantage import POLICY_KINDS, token_weights
+
+GOLDEN = np.load(Path(__file__).parents[1] / "golden" / "policy_losses.npz", allow_pickle=False)
+CASES = json.loads(str(GOLDEN["grpo/cases"]))
+
+
+def golden_inputs(case):
+    """(new, old, ref, advantages, weights) as (8, 13) arrays, the weights 0 at masked tokens."""
+    mask = GOLDEN[f"grpo/mask_{case['mask']}"]
+    per_row = token_weights(case["loss_type"], mask.sum(1), int(GOLDEN["grpo/max_completion_length"]),
+                            float(GOLDEN[f"grpo/num_items_{case['mask']}"]))
+    advantages = np.broadcast_to(GOLDEN["grpo/advantages"][:, None], mask.shape)
+    return GOLDEN["grpo/new_logps"], GOLDEN["grpo/old_logps"], GOLDEN["grpo/ref_logps"], advantages, per_row[:, None] * mask
+
+
+def run(case, new, old, ref, advantages, weights, cu_seqlens):
+    leaf = Tensor(new.copy(), requires_grad=True)
+    loss, stats = policy_loss(
+        leaf, old, ref if case["beta"] else None, advantages, weights, kind=POLICY_KINDS[case["loss_type"]], eps_low=case["eps_low"],
+        eps_high=case["eps_high"], delta=case["delta"], beta=case["beta"], bias_kl=case["bias_kl"],
+        cu_seqlens=cu_seqlens if case["level"] == "sequence" else None)
+    loss.backward()
+    return loss.item(), leaf.grad, dict(zip(STATS, stats, strict=True))
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["holes_as_weight_0", "packed"])
+@pytest.mark.parametrize("name", CASES)
+def test_golden(name, packed):
+    case = CASES[name]
+    inputs = golden_inputs(case)
+    mask = GOLDEN[f"grpo/mask_{case['mask']}"] > 0
+    lengths = mask.sum(1) if packed else np.full(8, 13)
+    inputs = [x[mask] if packed else x.reshape(-1) for x in inputs]
+    loss, grad, stats = run(case, *inputs, np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))
+    np.testing.assert_allclose(loss, GOLDEN[f"grpo/{name}/loss"], rtol=0, atol=1e-12)
+    expected = GOLDEN[f"grpo/{name}/grad"]
+    np.testing.assert_allclose(grad, expected[mask] if packed else expected.reshape(-1), rtol=0, atol=1e-12)
+    assert stats["num_tokens"] == mask.sum()
+    if case["loss_type"] != "cispo":
+        low, high = stats["clip_low"] / stats["clip_count"], stats["clip_high"] / stats["clip_count"]
+        np.testing.assert_allclose([low, high, low + high], [GOLDEN[f"grpo/{name}/clip_{m}_mean"] for m in ("low", "high", "region")],
+                                   rtol=0, atol=1e-12)
+    if case["beta"]:
+        np.testing.assert_allclose(stats["kl"] / stats["num_tokens"], GOLDEN[f"grpo/{name}/kl_mean"], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_kl_estimates(estimator):
+    new, ref = GOLDEN["grpo/new_logps"], GOLDEN["grpo/ref_logps"]
+    kl, slope = kl_estimate(new, ref, estimator)
+    np.testing.assert_allclose(kl, GOLDEN[f"kl/{estimator}"], rtol=0, atol=1e-13)
+    step = 1e-6
+    numeric = (kl_estimate(new + step, ref, estimator)[0] - kl_estimate(new - step, ref, estimator)[0]) / (2 * step)
+    np.testing.assert_allclose(slope, numeric, rtol=0, atol=1e-8)
+
+
+@pytest.mark.parametrize("kind, level", [("clip", "token"), ("clip", "sequence"), ("cispo", "token"), ("cispo", "sequence")])
+def test_gradient_along_a_direction(kind, level):
+    """Every term at once, bias-corrected KL included. CISPO's factor is a constant by definition, so its ratio is held fixed."""
+    rng = np.random.default_rng(0)
+    count, cu_seqlens = 29, np.array([0, 1, 1, 18, 29], np.int32)
+    new, old, ref, advantages, direction = rng.normal(size=(5, count))
+    weights = rng.random(count) * (rng.random(count) > 0.2)
+    settings = dict(kind=kind, eps_low=0.2, eps_high=1.3 if kind == "cispo" else 0.3, delta=1.7, beta=0.1, bias_kl=kind == "clip",
+                    cu_seqlens=cu_seqlens if level == "sequence" else None)
+    leaf = Tensor(new.copy(), requires_grad=True)
+    policy_loss(leaf, old, ref, advantages, weights, **settings)[0].backward()
+    step = 1e-6
+    old_up, old_down = (old + step * direction, old - step * direction) if kind == "cispo" else (old, old)
+    up = policy_loss(Tensor(new + step * direction), old_up, ref, advantages, weights, **settings)[0].item()
+    down = policy_loss(Tensor(new - step * direction), old_down, ref, advantages, weights, **settings)[0].item()
+    np.testing.assert_allclose(leaf.grad @ direction, (up - down) / (2 * step), rtol=1e-6)
+
+
+def test_kl_of_a_far_reference_is_finite():
+    """A log-ratio of ±30 gives a huge k3, not infinity, in float32."""
+    new = np.array([-1.0, -31.0], np.float32)
+    leaf = Tensor(new, requires_grad=True)
+    ones = np.ones(2, np.float32)
+    loss, _ = policy_loss(leaf, new, new[::-1].copy(), ones, ones, beta=0.1)
+    loss.backward()
+    assert np.isfinite(loss.item()) and np.isfinite(leaf.grad).all()
+
+
+def test_masked_tokens_may_hold_anything():
+    """Weight 0 with log-probs of -inf or NaN: loss 0, gradient 0, statistics 0."""
+    bad = np.array([-np.inf, np.nan, 800.0], np.float32)
+    zeros, ones = np.zeros(3, np.float32), np.ones(3, np.float32)
+    for level in (None, np.array([0, 0, 3], np.int32)):
+        leaf = Tensor(bad, requires_grad=True)
+        loss, stats = policy_loss(leaf, ones, bad, ones, zeros, beta=0.1, bias_kl=True, cu_seqlens=level)
+        loss.backward()
+        assert loss.item() == 0 and not leaf.grad.any() and stats[-1] == 0 and stats[3] == 0
+
+
+def test_no_tokens_at_all():
+    empty = np.zeros(0, np.float32)
+    leaf = Tensor(empty, requires_grad=True)
+    loss, _ = policy_loss(leaf, empty, empty, empty, empty, beta=0.1)
+    loss.backward()
+    assert loss.item() == 0 and leaf.grad.shape == (0,)
+
+
+def test_equal_rewards_still_feel_the_kl():
+    """Advantages of 0: no gradient without a reference, a gradient with one."""
+    new, ref = np.array([-1.0, -2.0]), np.array([-1.5, -1.0])
+    for beta in (0.0, 0.1):
+        leaf = Tensor(new, requires_grad=True)
+        policy_loss(leaf, new, ref, np.zeros(2), np.full(2, 0.5), beta=beta)[0].backward()
+        assert leaf.grad.any() == (beta > 0)
+
+
+@pytest.mark.parametrize("loss_type", POLICY_KINDS)
+@pytest.mark.parametrize("rows_each", [1, 4])
+def test_splitting_the_batch_changes_nothing(loss_type, rows_each):
+    """16 rows at once = 4 × 4 = 16 × 1, to float64 rounding, an empty row included."""
+    rng = np.random.default_rng(1)
+    lengths = np.array([5, 1, 0, 9, 3, 7, 2, 8, 4, 6, 1, 1, 9, 5, 2, 3])
+    starts = np.concatenate([[0], np.cumsum(lengths)])
+    new, old, advantages = rng.normal(size=(3, starts[-1]))
+    weights = np.repeat(token_weights(loss_type, lengths, 16), lengths)
+
+    def grad(tokens):
+        leaf = Tensor(new[tokens], requires_grad=True)
+        loss, _ = policy_loss(leaf, old[tokens], None, advantages[tokens], weights[tokens], kind=POLICY_KINDS[loss_type])
+        loss.backward()
+        return loss.item(), leaf.grad
+
+    whole_loss, whole = grad(slice(0, starts[-1]))
+    parts = [grad(slice(starts[row], starts[row + rows_each])) for row in range(0, 16, rows_each)]
+    np.testing.assert_allclose(sum(loss for loss, _ in parts), whole_loss, rtol=1e-12, atol=1e-15)
+    np.testing.assert_array_equal(np.concatenate([part for _, part in parts]), whole)
