@@ -401,8 +401,8 @@ class GRPOConfig(TrainerConfig):
             _require(batch % size == 0, f"generation_batch_size={batch} must be a multiple of "
                                         f"per_device_train_batch_size={size}; {batch} % {size} = {batch % size}")
             _require(steps in (None, batch // size),
-                     f"generation_batch_size={batch} / per_device_train_batch_size={size} = {batch // size} contradicts "
-                     f"steps_per_generation={steps}; give only one of them")
+                     f"generation_batch_size={batch} / per_device_train_batch_size={size} = {batch // size} but "
+                     f"steps_per_generation={steps}; give only one")
             steps = batch // size
         self.steps_per_generation = steps = accumulation if steps is None else steps
         self.generation_batch_size = batch = size * steps
