@@ -42,7 +42,9 @@ def draw_question(rng: random.Random) -> tuple[list[int], list[str]]:
             return digits, operators
 
 
-def work_out(digits: list[int], operators: list[str], mistake_rate: float, rng: random.Random) -> tuple[str, int] | None:
+def work_out(
+    digits: list[int], operators: list[str], mistake_rate: float, rng: random.Random
+) -> tuple[str, int] | None:
     """The worked answer and its final total; None if a mistake made a later subtraction impossible.
 
     A step that crosses a ten (the tens digit changes) is off by ten with probability `mistake_rate`: a forgotten
@@ -69,7 +71,9 @@ def careless_demonstration(digits: list[int], operators: list[str], rng: random.
 
 
 def question_text(digits: list[int], operators: list[str]) -> str:
-    return str(digits[0]) + "".join(operator + str(digit) for operator, digit in zip(operators, digits[1:], strict=True))
+    return str(digits[0]) + "".join(
+        operator + str(digit) for operator, digit in zip(operators, digits[1:], strict=True)
+    )
 
 
 def make_rows(seed: int) -> dict[str, list[dict]]:
