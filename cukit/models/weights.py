@@ -1,0 +1,157 @@
+"""Hugging Face checkpoints: safetensors (one file or sharded) <-> a Decoder's parameters, every key accounted for."""
+
+import json
+import os
+from pathlib import Path
+
+import ml_dtypes  # noqa: F401  registers bfloat16 with NumPy, which safetensors needs
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from ..backend import backend_for
+from ..config import ModelConfig
+from .decoder import Decoder
+
+STORED_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+INDEX = "model.safetensors.index.json"
+
+
+def load_config(folder) -> ModelConfig:
+    """ModelConfig of a checkpoint folder. ValueError in one line if it is missing, unreadable or not supported."""
+    path = _model_folder(folder) / "config.json"
+    if not path.is_file():
+        raise ValueError(f"{folder} holds no config.json: give the folder of a Hugging Face model")
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from None
+    return ModelConfig.from_json(raw)
+
+
+def load_model(folder, device="cpu", dtype="auto") -> Decoder:
+    """A Decoder with the weights of `folder` (config.json and safetensors), on `device` in `dtype` (auto: bfloat16 on cuda, float32 on cpu).
+
+    Raises one ValueError that names every tensor that is missing, unexpected or of the wrong shape.
+    """
+    config, backend = load_config(folder), backend_for(device)
+    sources = _tensor_sources(_model_folder(folder))
+    model = Decoder(config, backend, dtype)
+    targets = model.hf_tensors()
+    if config.tie_word_embeddings and "lm_head.weight" in sources:
+        targets["lm_head.weight"] = targets["model.embed_tokens.weight"]  # some files store it again: it must be the same
+    _check_names_and_shapes(folder, sources, targets)
+    for name, (path, _, _) in sorted(sources.items(), key=lambda item: item[0] == "lm_head.weight"):
+        if name in targets:
+            stored = _read_tensor(path, name)
+            if name == "lm_head.weight" and config.tie_word_embeddings:
+                if not np.array_equal(stored, _read_tensor(sources["model.embed_tokens.weight"][0], "model.embed_tokens.weight")):
+                    raise ValueError(f"{folder}: lm_head.weight differs from the embedding although tie_word_embeddings is true; "
+                                     "set it to false in config.json")
+            else:
+                targets[name][...] = backend.array(stored.astype(targets[name].dtype, copy=False))
+    return model
+
+
+def save_model(model: Decoder, folder, dtype=None):
+    """Write config.json and model.safetensors as Hugging Face does: its names, the tied head once, loadable by transformers.
+
+    Each tensor keeps its dtype in memory (norm weights are float32), so that nothing is lost; `dtype` casts all of them.
+    Each file is written under a temporary name and then renamed.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    be = model.backend
+    stored = be.dtype_of(dtype or model.dtype)
+    tensors = {}
+    for name, view in model.hf_tensors().items():
+        tensors[name] = np.ascontiguousarray(be.to_numpy(view).astype(stored if dtype else view.dtype, copy=False))
+    raw = dict(model.config.raw)
+    raw["dtype" if "dtype" in raw else "torch_dtype"] = stored.name
+    temporary = folder / "model.safetensors.tmp"
+    save_file(tensors, temporary, metadata={"format": "pt"})
+    os.replace(temporary, folder / "model.safetensors")
+    temporary = folder / "config.json.tmp"
+    temporary.write_text(json.dumps(raw, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    os.replace(temporary, folder / "config.json")
+
+
+def _model_folder(folder) -> Path:
+    """The folder itself, or the local copy of a Hugging Face hub name (where huggingface_hub is installed)."""
+    path = Path(folder)
+    if path.is_dir():
+        return path
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError:
+        raise ValueError(f"model folder {str(folder)!r} does not exist (a hub name needs: pip install huggingface_hub)") from None
+    try:
+        return Path(snapshot_download(str(folder), allow_patterns=["*.json", "*.safetensors", "*.jinja"]))
+    except Exception as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ValueError(f"model {str(folder)!r} is neither a folder nor a hub model that can be fetched: {reason}") from None
+
+
+def _tensor_sources(folder: Path) -> dict:
+    """Tensor name -> (file, shape, stored dtype), for a single file or the shards of an index."""
+    if (folder / INDEX).is_file():
+        files = _shards(folder)
+    elif (folder / "model.safetensors").is_file():
+        files = {folder / "model.safetensors": None}
+    else:
+        hint = "; .bin checkpoints are not read: convert to safetensors" if list(folder.glob("*.bin")) else ""
+        raise ValueError(f"{folder} holds neither model.safetensors nor {INDEX}{hint}")
+    sources = {}
+    for path, expected in files.items():
+        try:
+            with safe_open(path, framework="np") as file:
+                found = {name: (path, tuple(file.get_slice(name).get_shape()), file.get_slice(name).get_dtype()) for name in file.keys()}
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{path} cannot be read (truncated or not safetensors): {error}") from None
+        if expected is not None and expected != set(found):
+            raise ValueError(f"{path} and {INDEX} disagree on: {_some(expected ^ set(found))}")
+        sources.update(found)
+    return sources
+
+
+def _shards(folder: Path) -> dict:
+    """Shard file -> the names that the index places in it. Files must lie in the folder itself."""
+    try:
+        weight_map = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
+        files: dict = {}
+        for name, file in weight_map.items():
+            files.setdefault(file, set()).add(name)
+    except (ValueError, KeyError, AttributeError, TypeError):
+        raise ValueError(f"{folder / INDEX} is not a safetensors index (an object with weight_map)") from None
+    for file in files:
+        if not isinstance(file, str) or Path(file).name != file or not (folder / file).is_file():
+            raise ValueError(f"{folder / INDEX} names {file!r}, which is not a file of this folder")
+    return {folder / file: names for file, names in files.items()}
+
+
+def _check_names_and_shapes(folder, sources, targets):
+    ignored = {name for name in sources if name.endswith("rotary_emb.inv_freq")}
+    problems = []
+    if missing := targets.keys() - sources.keys():
+        problems.append(f"missing: {_some(missing)}")
+    if unexpected := sources.keys() - targets.keys() - ignored:
+        problems.append(f"unexpected: {_some(unexpected)}")
+    for name in sorted(targets.keys() & sources.keys()):
+        _, shape, dtype = sources[name]
+        if shape != targets[name].shape:
+            problems.append(f"{name} has shape {list(shape)}, config.json says {list(targets[name].shape)}")
+        if dtype not in STORED_DTYPES:
+            problems.append(f"{name} is stored as {dtype}; F32, F16 and BF16 are read")
+    if problems:
+        raise ValueError(f"{folder}: the weights do not fit config.json: " + "; ".join(problems[:12])
+                         + (f"; and {len(problems) - 12} more" if len(problems) > 12 else ""))
+
+
+def _some(names, limit=8):
+    names = sorted(names)
+    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
+
+
+def _read_tensor(path, name):
+    with safe_open(path, framework="np") as file:
+        return file.get_tensor(name)
