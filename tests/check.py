@@ -1,0 +1,131 @@
+"""The one harness of the op tests. Inputs say their role by dtype:
+
+float64 arrays are in the model's dtype (rounded to it first), float32 arrays stay float32 statistics (norm weights, tables),
+integers and bools stay as they are. Sum(array) marks a float32 buffer that the function adds into.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from cukit.autograd import Parameter, Tensor
+from cukit.backend import backend_for
+
+DTYPES = ("bfloat16", "float16", "float32")
+
+
+@dataclass
+class Sum:
+    """A gradient buffer that the function adds into."""
+
+    start: np.ndarray
+
+
+def normal(*shape, seed=0, scale=1.0):
+    """Seeded float64 noise: an input in the model's dtype."""
+    return np.random.default_rng([seed, *shape]).standard_normal(shape) * scale
+
+
+def statistics(*shape, seed=0, around=0.0, scale=1.0):
+    """Seeded float32 noise: an input that is float32 in every dtype of model."""
+    return (around + normal(*shape, seed=seed + 1, scale=scale)).astype(np.float32)
+
+
+# ---- gradients -----------------------------------------------------------------------------------------------------
+
+
+def check_gradient(op, *inputs, eps=1e-5, rtol=2e-6, seed=0):
+    """Compare op's backward with a central difference along one random direction, in float64.
+
+    op(*Tensors or constants) -> Tensor or tuple of Tensors; float arrays become Parameters, everything else is passed on.
+    """
+    generator = np.random.default_rng(seed)
+    is_float = [isinstance(x, np.ndarray) and x.dtype.kind == "f" for x in inputs]
+    values = [x.astype(np.float64) if f else x for x, f in zip(inputs, is_float)]
+    directions = [generator.standard_normal(x.shape) if f else None for x, f in zip(values, is_float)]
+
+    def run(shift):
+        arguments = [Parameter(x + shift * d) if f else x for x, d, f in zip(values, directions, is_float)]
+        outputs = op(*arguments)
+        return arguments, outputs if isinstance(outputs, tuple) else (outputs,)
+
+    arguments, outputs = run(0.0)
+    weights = [generator.standard_normal(out.shape) for out in outputs]
+    total = None
+    for out, weight in zip(outputs, weights):
+        term = (out * Tensor(weight)).sum()
+        total = term if total is None else total + term
+    total.backward()
+    analytic = sum(float((a.grad * d).sum()) for a, d, f in zip(arguments, directions, is_float) if f)
+
+    def value(shift):
+        return sum(float((out.data * weight).sum()) for out, weight in zip(run(shift)[1], weights))
+
+    numeric = (value(eps) - value(-eps)) / (2 * eps)
+    scale = max(abs(numeric), abs(analytic), 1e-3)
+    assert abs(analytic - numeric) <= rtol * scale, f"backward gives {analytic!r}, finite differences {numeric!r}"
+
+
+# ---- a kernel against NumPy ------------------------------------------------------------------------------------------
+
+
+def check_kernel(name, *args, dtypes=DTYPES, exact=(), twice=True):
+    """Run the function `name` of both shelves for each dtype and compare.
+
+    Truth: NumPy in float64 on the rounded inputs. Yardstick: NumPy in the model's own dtype. Required:
+    error(kernel) ≤ 2 · error(yardstick) + one ulp at the largest value, shapes and dtypes equal, the same bits on a second call.
+    `exact`: indices of outputs that must equal the yardstick (integers).
+    """
+    host, device = backend_for("cpu"), backend_for("cuda")
+    for dtype in dtypes:
+        model_dtype = host.dtype_of(dtype)
+        truth = _call(host, name, args, model_dtype, precise=True)
+        yardstick = _call(host, name, args, model_dtype)
+        kernel = _call(device, name, args, model_dtype)
+        assert len(kernel) == len(yardstick), f"{name}: {len(kernel)} outputs on cuda, {len(yardstick)} on numpy"
+        for index, (got, near, true) in enumerate(zip(kernel, yardstick, truth)):
+            _compare(f"{name}[{index}] in {dtype}", got, near, true, index in exact)
+        if twice:
+            for index, (first, second) in enumerate(zip(kernel, _call(device, name, args, model_dtype))):
+                assert first.tobytes() == second.tobytes(), f"{name}[{index}] in {dtype}: two calls differ"
+
+
+def _call(backend, name, args, dtype, precise=False):
+    """Outputs and then the Sum buffers, as host arrays."""
+    buffers, passed = [], []
+    for x in args:
+        start = x.start if isinstance(x, Sum) else x
+        if isinstance(start, np.ndarray) and start.dtype.kind == "f":
+            start = start.astype(np.float32 if isinstance(x, Sum) or start.dtype == np.float32 else dtype)
+            start = backend.array(start.astype(np.float64) if precise else start)
+        elif isinstance(start, np.ndarray):
+            start = backend.array(start)
+        if isinstance(x, Sum):
+            buffers.append(start)
+        passed.append(start)
+    outputs = getattr(backend, name)(*passed)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    return [backend.to_numpy(x) for x in (*outputs, *buffers) if x is not None]
+
+
+def _compare(what, got, near, true, exact):
+    assert got.shape == near.shape and got.dtype == near.dtype, f"{what}: {got.shape} {got.dtype}, NumPy {near.shape} {near.dtype}"
+    if exact or got.dtype.kind in "iub":
+        assert np.array_equal(got, near), f"{what}: differs from NumPy in {np.count_nonzero(got != near)} of {got.size} places"
+        return
+    if not got.size:
+        return
+    got64, near64 = got.astype(np.float64), near.astype(np.float64)
+    assert np.array_equal(np.isfinite(got64), np.isfinite(near64)), f"{what}: non-finite values where NumPy has none, or the reverse"
+    finite = np.isfinite(true)
+    if not finite.any():
+        return
+    error = np.abs(got64 - true)[finite].max()
+    allowed = 2 * np.abs(near64 - true)[finite].max() + ulp(np.abs(true[finite]).max(), got.dtype)
+    assert error <= allowed, f"{what}: error {error:.3e}, allowed {allowed:.3e}"
+
+
+def ulp(value, dtype):
+    """The spacing of `dtype`'s numbers at `value`."""
+    bits = {"bfloat16": 7, "float16": 10, "float32": 23, "float64": 52}[np.dtype(dtype).name]
+    return 2.0 ** (np.floor(np.log2(max(value, 1e-30))) - bits)
