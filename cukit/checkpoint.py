@@ -91,8 +91,9 @@ def save_checkpoint(folder: str | os.PathLike, model, tokenizer, optimizer_state
 
     folder = Path(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = folder.with_name(f".{folder.name}.tmp-{os.getpid()}")
-    shutil.rmtree(temporary, ignore_errors=True)
+    for left_over in folder.parent.glob(".checkpoint-*.tmp-*"):  # of a run that was killed while it saved
+        shutil.rmtree(left_over)
+    temporary = folder.with_name(f".checkpoint-{folder.name}.tmp-{os.getpid()}")
     temporary.mkdir()
     try:
         save_model(model, temporary)
@@ -101,9 +102,13 @@ def save_checkpoint(folder: str | os.PathLike, model, tokenizer, optimizer_state
         arrays = {name: backend_of(array).to_numpy(array) for name, array in optimizer_state.items()}
         save_file(arrays, temporary / STATE_ARRAYS)
         (temporary / STATE_JSON).write_text(json.dumps(state, indent=1, default=_number) + "\n", encoding="utf-8")
-        if folder.exists():
-            shutil.rmtree(folder)
-        os.rename(temporary, folder)
+        if folder.exists():  # renamed away first, so that no half-deleted folder ever bears the name
+            replaced = folder.with_name(f".checkpoint-{folder.name}.tmp-old")
+            os.rename(folder, replaced)
+            os.rename(temporary, folder)
+            shutil.rmtree(replaced)
+        else:
+            os.rename(temporary, folder)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
