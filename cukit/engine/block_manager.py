@@ -1,0 +1,111 @@
+"""The pool of KV blocks: reference counts, and a prefix cache over whole blocks.
+
+A block whose count falls to 0 keeps its contents while it is in the prefix cache; it is given away, least recently used first, only
+when no other block is free.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from hashlib import blake2b
+
+
+class BlockManager:
+    """num_blocks blocks of block_size tokens, named 0 to num_blocks - 1."""
+
+    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True):
+        self.num_blocks, self.block_size, self.enable_prefix_caching = num_blocks, block_size, enable_prefix_caching
+        self.reference_counts = [0] * num_blocks
+        self._free = list(range(num_blocks - 1, -1, -1))  # blocks without contents worth keeping, used from the end
+        self._free_cached: OrderedDict[int, None] = OrderedDict()  # in the prefix cache and owned by nobody, oldest first
+        self._block_of: dict[bytes, int] = {}  # digest -> block
+        self._contents: dict[int, tuple[bytes, bytes, tuple[int, ...]]] = {}  # block -> (digest, parent's digest, tokens)
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that could be allocated now."""
+        return len(self._free) + len(self._free_cached)
+
+    def blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def allocate(self) -> int:
+        """A block with count 1. The caller has checked num_free."""
+        if self._free:
+            block = self._free.pop()
+        else:
+            block, _ = self._free_cached.popitem(last=False)
+            self._forget(block)
+        self.reference_counts[block] = 1
+        return block
+
+    def share(self, blocks: list[int]) -> None:
+        """Count one more owner of each block; a cached block that was free is taken out of the free ones."""
+        for block in blocks:
+            if self.reference_counts[block] == 0:
+                del self._free_cached[block]
+            self.reference_counts[block] += 1
+
+    def release(self, blocks: list[int]) -> None:
+        """Count one owner less of each block. The end of a sequence is evicted before its beginning, which more prompts share."""
+        for block in reversed(blocks):
+            self.reference_counts[block] -= 1
+            assert self.reference_counts[block] >= 0, f"block {block} released more often than taken"
+            if self.reference_counts[block] == 0:
+                if block in self._contents:
+                    self._free_cached[block] = None
+                else:
+                    self._free.append(block)
+
+    # ---- prefix cache ----
+
+    def match(self, token_ids: list[int], digests: list[bytes]) -> list[int]:
+        """Blocks that hold the beginning of token_ids, not shared yet. At least the last token is left to compute, since its logits are needed.
+
+        digests: the chained hashes of token_ids' blocks so far; extended in place as far as wanted.
+        """
+        blocks: list[int] = []
+        if not self.enable_prefix_caching:
+            return blocks
+        for index in range((len(token_ids) - 1) // self.block_size):
+            parent, tokens = self._digest(token_ids, digests, index)
+            block = self._block_of.get(digests[index])
+            # a hash may collide: what counts is that the tokens are the same
+            if block is None or self._contents[block][1:] != (parent, tokens):
+                break
+            blocks.append(block)
+        return blocks
+
+    def num_free_among(self, blocks: list[int]) -> int:
+        """How many of the matched blocks are counted in num_free."""
+        return sum(self.reference_counts[block] == 0 for block in blocks)
+
+    def register(self, token_ids: list[int], digests: list[bytes], block_table: list[int], first: int, last: int) -> None:
+        """Offer the whole, computed blocks first … last - 1 of a sequence to the prefix cache; what is there already stays."""
+        if not self.enable_prefix_caching:
+            return
+        for index in range(first, last):
+            parent, tokens = self._digest(token_ids, digests, index)
+            block = block_table[index]
+            if digests[index] not in self._block_of and block not in self._contents:
+                self._block_of[digests[index]] = block
+                self._contents[block] = (digests[index], parent, tokens)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget every block's contents, since the weights that made them have changed."""
+        self._free.extend(reversed(self._free_cached))
+        self._free_cached.clear()
+        self._block_of.clear()
+        self._contents.clear()
+
+    def _forget(self, block: int) -> None:
+        del self._block_of[self._contents.pop(block)[0]]
+
+    def _digest(self, token_ids, digests, index) -> tuple[bytes, tuple[int, ...]]:
+        """(digest of the blocks before block `index`, tokens of that block); digests then reaches to `index`."""
+        parent = digests[index - 1] if index else b""
+        tokens = token_ids[index * self.block_size : (index + 1) * self.block_size]
+        if index == len(digests):
+            digests.append(blake2b(parent + array("q", tokens).tobytes(), digest_size=16).digest())
+        return parent, tuple(tokens)
