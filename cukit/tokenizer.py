@@ -35,7 +35,7 @@ class Tokenizer:
     vocab_size      number of ids the tokenizer has: largest id + 1, added tokens included (a checkpoint may have more)
     eos_token_ids   frozenset of the ids that end a text: generation_config.json's (or else config.json's) and the
                     tokenizer's own eos
-    eos_token_id    the one to append to a text: the tokenizer's own, or else the first of the configured ones; may be None
+    eos_token_id    the one to append to a text: the tokenizer's own, else the first configured one; may be None
     pad_token_id    may be None; bos_token_id likewise
     """
 

@@ -1,4 +1,4 @@
-"""Ids, decoded text and rendered chats equal transformers'; streaming gives whole characters; bad folders are refused."""
+"""Ids, text and rendered chats equal transformers'; streaming gives whole characters; bad folders are refused."""
 
 import json
 import lzma
