@@ -1,0 +1,1 @@
+"""The CUDA backend: the same names as the NumPy shelf, launching kernels/*.cu."""

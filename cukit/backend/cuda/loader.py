@@ -1,0 +1,232 @@
+"""kernels/*.cu as callables: load("norm", x.dtype).rms_norm_forward(grid, block, *args, shared=0).
+
+A module is compiled at its first use (or found in the cache, see compile.py) for the card that is current then; a process drives one card.
+CUKIT_LOG=1 writes each launch to stderr before it happens; CUKIT_CHECK=1 waits after each launch, so that an error names its kernel.
+"""
+
+import os
+import re
+import sys
+import time
+from operator import index
+
+import cupy as cp
+import numpy as np
+from cupy_backends.cuda.libs import nvrtc
+
+from . import compile as compiler
+
+LOG = os.environ.get("CUKIT_LOG") == "1"
+CHECK = os.environ.get("CUKIT_CHECK") == "1"
+
+C_TYPES = {"float": "float32", "double": "float64", "__nv_bfloat16": "bfloat16", "__half": "float16", "bool": "bool",
+           "signed char": "int8", "unsigned char": "uint8", "int": "int32", "unsigned": "uint32", "unsigned int": "uint32",
+           "long long": "int64", "unsigned long long": "uint64"}
+STATIC_SHARED_LIMIT = 48 * 1024  # a kernel must be told before it may take more
+NULL = np.uint64(0)  # CuPy would pass None as a missing argument instead of a null pointer
+
+_modules: dict[tuple, "Module"] = {}
+
+
+def load(family: str, dtype=None, **defines) -> "Module":
+    """The kernels of kernels/{family}.cu as attributes, for SCALAR = dtype and the other defines. ValueError if the file has no such variant."""
+    key = (family, dtype, *defines.items()) if defines else (family, dtype)
+    module = _modules.get(key)
+    if module is None:
+        module = _modules[key] = Module(family, dtype, defines)
+    return module
+
+
+class Module:
+    """One specialisation of one .cu file; a kernel is fetched when it is first named."""
+
+    def __init__(self, family, dtype, defines):
+        self._family = family
+        self._defines = _checked_defines(family, dtype, defines)
+        self._types = {name: value for name, value in self._defines.items() if name != "SCALAR"}
+        if dtype is not None:
+            self._types["SCALAR"] = compiler.SCALAR_TYPES[self._defines["SCALAR"]]
+        self._raw = None
+
+    def __getattr__(self, name):
+        signatures = parse_signatures(compiler.source(self._family))
+        if name not in signatures:
+            raise AttributeError(f"kernels/{self._family}.cu has no kernel {name!r}: it has {', '.join(signatures)}")
+        if self._raw is None:
+            self._raw = self._compile()
+        kernel = Kernel(f"{self._family}.{name}", self._raw.get_function(name), signatures[name], self._types)
+        setattr(self, name, kernel)  # the next look-up does not come here
+        return kernel
+
+    def _compile(self):
+        arch = _architecture()
+        path = compiler.cache_path(self._family, arch, self._defines)
+        if not path.exists():
+            words = " ".join([str(value) for value in self._defines.values()])
+            print(f"compiling {self._family}.cu for {words or arch} …", end="", flush=True, file=sys.stderr)
+            start = time.perf_counter()
+            path = compiler.store(path, compiler.compile_family(self._family, arch, self._defines).cubin)
+            print(f" {time.perf_counter() - start:.1f} s", file=sys.stderr)
+        return cp.RawModule(path=str(path))
+
+
+def _checked_defines(family, dtype, defines):
+    """{define: text} of one declared specialisation."""
+    chosen = {name: str(value) for name, value in defines.items()}
+    if dtype is not None:
+        scalar = compiler.SCALAR_OF_DTYPE.get(np.dtype(dtype).name)
+        if scalar is None:
+            raise ValueError(f"{family} has no {np.dtype(dtype).name} kernel: use bfloat16, float16 or float32, or the cpu device")
+        chosen["SCALAR"] = scalar
+    declared = compiler.specialisations(family)
+    if chosen not in declared:
+        raise ValueError(f"kernels/{family}.cu is not built for {chosen}: its variants are {declared}")
+    return chosen
+
+
+_arch = None
+
+
+def _architecture() -> str:
+    global _arch
+    if _arch is None:
+        capability = int(cp.cuda.Device().compute_capability)  # "90", "120"
+        _arch = compiler.architecture_for(capability // 10, capability % 10, nvrtc.getSupportedArchs())
+    return _arch
+
+
+class Kernel:
+    """A compiled kernel that knows its parameters.
+
+    Called as kernel(grid, block, *args, shared=0), on CuPy's current stream: grid and block are an int or a tuple; arguments are arrays of
+    the declared type (C-contiguous), None (a null pointer) and Python numbers, which become the declared type. shared: bytes of dynamic
+    shared memory. An empty grid launches nothing.
+    """
+
+    def __init__(self, name, raw, parameters, types):
+        self.name = name
+        self.raw = raw  # cupy.RawKernel: attributes such as num_regs
+        self.parameters = parameters
+        self._launch = raw.kernel
+        self._converters = tuple(_converter(name, parameter, types) for parameter in parameters)
+        self._shared_limit = STATIC_SHARED_LIMIT
+
+    def __call__(self, grid, block, *args, shared=0):
+        if len(args) != len(self._converters):
+            raise TypeError(f"{self.name} takes {len(self._converters)} arguments ({', '.join(str(p) for p in self.parameters)}), got {len(args)}")
+        if type(grid) is not tuple:
+            grid = (grid,)
+        if 0 in grid:
+            return  # nothing to do: CuPy would launch one block
+        if type(block) is not tuple:
+            block = (block,)
+        values = [convert(value) for convert, value in zip(self._converters, args)]
+        if shared > self._shared_limit:
+            self.raw.max_dynamic_shared_size_bytes = shared
+            self._shared_limit = shared
+        if LOG:
+            print(f"{self.name} grid {grid} block {block} shared {shared}: {self._describe(args)}", file=sys.stderr, flush=True)
+        self._launch(grid, block, values, shared)
+        if CHECK:
+            self._wait()
+
+    def _describe(self, args):
+        return ", ".join(f"{p.name} {list(x.shape)} {x.dtype}" if isinstance(x, cp.ndarray) else f"{p.name} {x}"
+                         for p, x in zip(self.parameters, args))
+
+    def _wait(self):
+        stream = cp.cuda.get_current_stream()
+        if stream.is_capturing:
+            return
+        try:
+            stream.synchronize()
+        except Exception as error:
+            raise RuntimeError(f"{self.name} failed: {error}") from error
+
+
+# ---- signatures ----
+
+class Parameter:
+    """One parameter of a kernel: its C type without const and *, whether it is a pointer, its name."""
+
+    __slots__ = ("ctype", "name", "pointer")
+
+    def __init__(self, ctype, pointer, name):
+        self.ctype, self.pointer, self.name = ctype, pointer, name
+
+    def __str__(self):
+        return f"{self.ctype}{'*' if self.pointer else ''} {self.name}"
+
+
+def parse_signatures(text: str) -> dict[str, list[Parameter]]:
+    """Kernel name -> parameters, for every extern "C" __global__ function of a CUDA source."""
+    text = re.sub(r"//[^\n]*|/\*.*?\*/", " ", text, flags=re.S)
+    found = {}
+    for head in re.finditer(r'extern\s+"C"\s+__global__\s+', text):
+        position = head.end()
+        while bounds := re.compile(r"(void|__launch_bounds__|__cluster_dims__)\s*").match(text, position):
+            position = bounds.end()
+            if bounds.group(1) != "void":
+                position = _closing(text, position) + 1
+                position += len(text[position:]) - len(text[position:].lstrip())
+        name = re.compile(r"(\w+)\s*\(").match(text, position)
+        if name is None:
+            raise ValueError(f"cannot read the kernel at {text[head.start():head.start() + 100]!r}")
+        inside = text[name.end():_closing(text, name.end() - 1)]
+        found[name.group(1)] = [_parse_parameter(part) for part in inside.split(",") if part.strip()]
+    return found
+
+
+def _closing(text, opening):
+    """Where the parenthesis that opens at `opening` closes."""
+    depth = 0
+    for position in range(opening, len(text)):
+        depth += (text[position] == "(") - (text[position] == ")")
+        if depth == 0:
+            return position
+    raise ValueError("unbalanced parentheses in a kernel source")
+
+
+def _parse_parameter(text):
+    words = re.sub(r"\b(const|__restrict__|__grid_constant__)\b", " ", text)
+    match = re.fullmatch(r"\s*([\w\s]+?)\s*(\*?)\s*(\w+)\s*", words)
+    if match is None:
+        raise ValueError(f"cannot read the kernel parameter {text.strip()!r}")
+    return Parameter(" ".join(match.group(1).split()), bool(match.group(2)), match.group(3))
+
+
+def _converter(kernel, parameter, types):
+    """A function from what a caller passes to what CuPy launches with."""
+    ctype = types.get(parameter.ctype, parameter.ctype)
+    if not parameter.pointer:
+        if ctype not in C_TYPES or ctype.startswith("__"):
+            raise TypeError(f"{kernel}: parameter {parameter} has a type that the loader does not know: {', '.join(C_TYPES)}")
+        kind = np.dtype(C_TYPES[ctype]).type
+        if C_TYPES[ctype].startswith("float"):
+            return kind
+        return lambda value: kind(index(value))  # refuses 2.7; NumPy refuses what does not fit
+    dtype = None if ctype == "void" else _dtype(C_TYPES.get(ctype), kernel, parameter)
+    what = f"{kernel}: argument {parameter}"
+
+    def convert(value):
+        if value is None:
+            return NULL
+        if type(value) is not cp.ndarray:
+            raise TypeError(f"{what} wants a cupy array or None, got {type(value).__name__}")
+        if value.dtype != dtype and dtype is not None:
+            raise TypeError(f"{what} wants {dtype}, got {value.dtype} of shape {value.shape}")
+        if not value._c_contiguous:
+            raise ValueError(f"{what} must be C-contiguous, got shape {value.shape} with strides {value.strides}: copy it first")
+        return value
+
+    return convert
+
+
+def _dtype(name, kernel, parameter):
+    if name is None:
+        raise TypeError(f"{kernel}: parameter {parameter} has a type that the loader does not know: void, {', '.join(C_TYPES)}")
+    if name == "bfloat16":
+        import ml_dtypes
+
+        return np.dtype(ml_dtypes.bfloat16)
+    return np.dtype(name)
