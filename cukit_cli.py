@@ -4,21 +4,18 @@ A new subcommand is one function and its row in COMMANDS. A ValueError (what a u
 with code 2; CUKIT_TRACEBACK=1 shows where it came from.
 """
 
-import argparse
-import difflib
 import json
 import os
 import sys
-import types
-from collections.abc import Callable
-from dataclasses import MISSING, Field, dataclass, field, fields
+import time
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn, get_args, get_origin
 
-import yaml
+import numpy as np
 
 import cukit
 from cukit.config import DTYPES, EngineConfig, GRPOConfig, SamplingParams, SFTConfig, option
+from cukit.options import Command, engine_options, make, parse, resolve
 
 TINY_MODEL, TRAIN_ROWS, TEST_ROWS = "data/tiny-qwen3", "data/arithmetic/train.jsonl", "data/arithmetic/test.jsonl"
 
@@ -53,6 +50,10 @@ class EvalOptions:
     device: str = option("auto", "where to run", ("auto", "cpu", "cuda"))
     dtype: str = option("auto", "weights and activations; auto: bfloat16 on cuda, float32 on cpu", DTYPES)
     chat_template_kwargs: dict | None = option(None, "arguments of the chat template, as JSON")
+
+    def __post_init__(self):
+        if self.limit is not None and self.limit < 1:
+            raise ValueError(f"limit must be at least 1, got {self.limit}")
 
 
 # ---- subcommands -----------------------------------------------------------------------------------------------------
@@ -116,11 +117,27 @@ def generate(values: dict) -> None:
         if text == "/new":
             messages = []
         elif text:
-            _answer(llm, options, sampling, messages, text)
+            try:
+                _answer(llm, options, sampling, messages, text)
+            except ValueError as error:  # a conversation beyond the model's length must not end the program
+                print(f"error: {error}")
 
 
 def _answer(llm, options: GenerateOptions, sampling: SamplingParams, messages: list[dict], text: str) -> None:
-    """Stream the answer to `text` to stdout; a conversation's `messages` grow by both."""
+    """Stream the answer to `text` to stdout; a conversation's `messages` grow by both. --raw continues the text alone."""
+    if options.raw:
+        stream = llm.generate([text], sampling, stream=True)
+    elif llm.tokenizer is None or not llm.tokenizer.has_chat_template:
+        raise ValueError(f"{options.model} has no chat template; --raw gives it the text as it is")
+    else:
+        question = {"role": "user", "content": text}
+        stream = llm.chat([*messages, question], sampling, stream=True, **(options.chat_template_kwargs or {}))
+    for request in stream:
+        if sampling.n == 1:
+            print(request.outputs[0].text_delta, end="", flush=True)
+    print("\n---\n".join(output.text for output in request.outputs) if sampling.n > 1 else "")
+    if not options.raw:
+        messages += [question, {"role": "assistant", "content": request.outputs[0].text}]
 
 
 def _generation_defaults(folder: Path) -> dict:
@@ -140,7 +157,32 @@ def _generation_defaults(folder: Path) -> dict:
 
 
 def evaluate(values: dict) -> None:
-    pass
+    from cukit.data import encode_prompt, load_rows, prompt_rows
+    from cukit.models.weights import load_model
+    from cukit.tokenizer import Tokenizer
+    from cukit.trainers.rollout import Rollout
+    from cukit.trainers.score import RewardScorer
+
+    options = make(EvalOptions, values)
+    sampling = make(SamplingParams, {"temperature": options.temperature} | values)
+    scorer = RewardScorer(options.reward_funcs)
+    rows = prompt_rows(load_rows(options.data))[: options.limit]
+    tokenizer = Tokenizer.from_folder(options.model)
+    prompts = [encode_prompt(row, tokenizer, options.chat_template_kwargs) for row in rows]
+    rollout = Rollout(load_model(options.model, options.device, options.dtype), tokenizer, **engine_options(values))
+    start = time.perf_counter()
+    samples = rollout.generate(prompts, sampling, None if sampling.seed is None else [sampling.seed] * len(prompts))
+    seconds = time.perf_counter() - start
+    _, scores = scorer([row for row in rows for _ in range(sampling.n)], samples)
+    applies = ~np.isnan(scores[:, 0])
+    if not applies.any():
+        raise ValueError(f"reward {scorer.names[0]!r} applies to no row of {options.data}")
+    right = scores[applies, 0] >= 1
+    print(f"accuracy {right.mean():.4f} ({right.sum()} of {right.size}; {options.data})")
+    for name, found in zip(scorer.names, scores.T, strict=True):
+        print(f"  rewards/{name}/mean {np.nanmean(found):.4f}" if not np.isnan(found).all() else f"  rewards/{name} applies to no row")
+    print(f"  mean length {samples.lengths.mean():.1f}, cut at max_tokens {samples.truncated.mean():.4f}, "
+          f"{samples.lengths.sum() / seconds:,.0f} tokens/s")
 
 
 def doctor(values: dict) -> None:
@@ -167,46 +209,24 @@ def doctor(values: dict) -> None:
     print(f"device auto means {backend_for('auto').name}")
 
 
-@dataclass(frozen=True)
-class Command:
-    run: Callable[[dict], int | None]  # the values of its options -> exit code
-    help: str
-    parts: tuple[type, ...]  # the dataclasses whose fields are its options; the first to have a name wins
-    recipe: str | None = None  # runs without --config and --model
-    bundled: dict[str, Any] = field(default_factory=dict)  # stands in for what neither options nor --config name
-
-
 COMMANDS = {
     "grpo": Command(grpo, "train with rewards (group relative policy optimisation)", (TrainFiles, GRPOConfig),
-                    "data/recipes/tiny-grpo.yaml",
-                    {"data": TRAIN_ROWS, "eval_data": TEST_ROWS, "reward_funcs": ["gsm8k"]}),
-    "sft": Command(sft, "train on demonstrations", (TrainFiles, SFTConfig), "data/recipes/tiny-sft.yaml",
-                   {"data": "data/arithmetic/sft.jsonl"}),
+                    recipe="data/recipes/tiny-grpo.yaml",
+                    bundled={"data": TRAIN_ROWS, "eval_data": TEST_ROWS, "reward_funcs": ["gsm8k"]}),
+    "sft": Command(sft, "train on demonstrations", (TrainFiles, SFTConfig), recipe="data/recipes/tiny-sft.yaml",
+                   bundled={"data": "data/arithmetic/sft.jsonl"}),
     "generate": Command(generate, "talk with a model, or answer --prompt", (GenerateOptions, SamplingParams, EngineConfig),
-                        bundled={"model": TINY_MODEL}),
+                        without=("logprobs",), bundled={"model": TINY_MODEL}),
     "eval": Command(evaluate, "accuracy of a model on rows with a reward", (EvalOptions, SamplingParams, EngineConfig),
-                    bundled={"model": TINY_MODEL, "data": TEST_ROWS, "reward_funcs": ["gsm8k"]}),
+                    without=("logprobs",), bundled={"model": TINY_MODEL, "data": TEST_ROWS, "reward_funcs": ["gsm8k"]}),
     "doctor": Command(doctor, "versions and devices", ()),
 }
-
-
-METAVARS = {int: "N", float: "X", bool: "true|false", dict: "JSON", list[float]: "X"}
-
-
-# ---- options ---------------------------------------------------------------------------------------------------------
-
-
-class Parser(argparse.ArgumentParser):
-    """argparse with one-line errors and, for an unknown option, the nearest known one."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(message)
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command; returns the exit code: 0, 2 after a user's mistake, 130 after an interruption."""
     try:
-        name, given = parse(sys.argv[1:] if argv is None else argv)
+        name, given = parse(COMMANDS, sys.argv[1:] if argv is None else argv)
         command = COMMANDS[name]
         return command.run(resolve(command, given)) or 0
     except KeyboardInterrupt:
@@ -217,174 +237,6 @@ def main(argv: list[str] | None = None) -> int:
             raise
         print("error: " + " ".join(str(error).split()), file=sys.stderr)
         return 2
-
-
-def parse(argv: list[str]) -> tuple[str, dict]:
-    """-> (subcommand, the options that were given, with the types of their fields)."""
-    parser = Parser(prog="cukit", description="Train and run language models without PyTorch.", allow_abbrev=False,
-                    usage="cukit COMMAND [--option value ...]", epilog="cukit COMMAND --help shows a command's options.")
-    parser.add_argument("--version", action="version", version=f"cukit {cukit.__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="|".join(COMMANDS))
-    for name, command in COMMANDS.items():
-        add_options(commands.add_parser(name, help=command.help, description=command.help.capitalize() + ".",
-                                        usage=f"cukit {name} [--option value ...]", allow_abbrev=False), command)
-    if argv and not argv[0].startswith("-") and argv[0] not in COMMANDS:
-        raise ValueError(f"unknown command {argv[0]!r}{nearest(argv[0], COMMANDS)}; the commands are {', '.join(COMMANDS)}")
-    namespace, unknown = parser.parse_known_args([_underscored(word) for word in argv] or ["--help"])
-    given = vars(namespace)
-    name = given.pop("command")
-    if unknown:
-        word = unknown[0].partition("=")[0]
-        known = [*command_fields(COMMANDS[name]), "config"]
-        raise ValueError(f"unknown option {word}{nearest(word.lstrip('-'), known, '--')}")
-    return name, coerce_all(COMMANDS[name], given, "--")
-
-
-def _underscored(word: str) -> str:
-    """--max-steps=3 -> --max_steps=3"""
-    name, equals, value = word.partition("=")
-    return "--" + name[2:].replace("-", "_") + equals + value if word.startswith("--") else word
-
-
-def add_options(parser: argparse.ArgumentParser, command: Command) -> None:
-    if command.parts:
-        parser.add_argument("--config", default=argparse.SUPPRESS, metavar="FILE", help="YAML file of options; options given here override it")
-    for name, item in command_fields(command).items():
-        kind = without_none(item.type)
-        more = {"nargs": "?", "const": "true"} if kind is bool else {"nargs": "+"} if get_origin(kind) is list else {}
-        choices = item.metadata.get("choices")
-        default = default_of(item)
-        text = item.metadata.get("help", "") + (f" ({', '.join(choices)})" if choices else "")
-        text += "" if default is None else f" [{default}]"
-        parser.add_argument(f"--{name}", default=argparse.SUPPRESS, help=text.replace("%", "%%"),
-                            metavar=METAVARS.get(kind, "TEXT"), **more)
-
-
-def resolve(command: Command, given: dict) -> dict:
-    """All values of a run: bundled recipe or --config, then what was given, then the bundled files (said aloud)."""
-    given = dict(given)
-    path = given.pop("config", None) or resumed_config(given)
-    if path is None and command.recipe and "model" not in given:
-        path = bundled(command.recipe)
-        print(f"recipe: {path}")
-    values = (read_yaml(command, path) if path else {}) | given
-    if path and command.recipe and not values.get("model"):
-        raise ValueError(f"{path} names no model; add 'model:' or give --model")
-    own_data = values.get("data") is not None
-    for name, value in command.bundled.items():
-        if values.get(name) is None and not (name == "eval_data" and own_data):
-            values[name] = value
-            print(f"{name}: {value} (bundled; choose with --{name})")
-    for name in ("model", "data", "eval_data"):
-        if values.get(name):
-            values[name] = bundled(values[name])
-    return values
-
-
-def bundled(path: str) -> str:
-    """A path that begins with data/ and is not in the working directory means cukit's own data (checkout or wheel)."""
-    if path.startswith("data/") and not Path(path).exists():
-        package = Path(cukit.__file__).parent
-        for root in (package.parent / "data", package / "data_files"):
-            if (root / path.removeprefix("data/")).exists():
-                return str(root / path.removeprefix("data/"))
-    return path
-
-
-def resumed_config(given: dict) -> str | None:
-    """A resumed run goes on with its own config.yaml."""
-    if not given.get("resume_from_checkpoint"):
-        return None
-    from cukit.checkpoint import find_checkpoint
-
-    path = find_checkpoint(given["resume_from_checkpoint"], given.get("output_dir")).parent / "config.yaml"
-    return str(path) if path.is_file() else None
-
-
-def read_yaml(command: Command, path: str) -> dict:
-    """The options of a YAML file, with the types of their fields; ValueError for a key that is no option."""
-    path = bundled(path)
-    try:
-        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"config {path} cannot be read: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"config {path} is not YAML: {error}") from error
-    if not isinstance(values, dict):
-        raise ValueError(f"config {path} must hold 'option: value' lines")
-    for name in values:
-        if name not in command_fields(command):
-            raise ValueError(f"unknown option {name!r} in {path}{nearest(str(name), command_fields(command))}")
-    return coerce_all(command, values, f"{path}: ")
-
-
-def command_fields(command: Command) -> dict[str, Field]:
-    found: dict[str, Field] = {}
-    for part in command.parts:
-        for item in fields(part):
-            found.setdefault(item.name, item)
-    return found
-
-
-def make(cls: type, values: dict):
-    """`cls` from those of `values` that are its fields."""
-    return cls(**{item.name: values[item.name] for item in fields(cls) if item.name in values})
-
-
-def engine_options(values: dict) -> dict:
-    """The EngineConfig fields among the values; `seed` is the sampling's."""
-    return {item.name: values[item.name] for item in fields(EngineConfig) if item.name in values and item.name != "seed"}
-
-
-def default_of(item: Field):
-    return item.default_factory() if item.default_factory is not MISSING else item.default
-
-
-def nearest(word: str, known, prefix: str = "") -> str:
-    found = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
-    return f"; did you mean {prefix}{found[0]}?" if found else ""
-
-
-def without_none(kind):
-    """X of `X | None`."""
-    return next(part for part in get_args(kind) if part is not types.NoneType) if isinstance(kind, types.UnionType) else kind
-
-
-def coerce_all(command: Command, values: dict, where: str) -> dict:
-    known = command_fields(command)
-    return {name: coerce(known[name], value, where) if name in known else value for name, value in values.items()}
-
-
-def coerce(item: Field, value, where: str):
-    """A command line's or YAML's value as the field's type; ValueError names the option."""
-    if isinstance(item.type, types.UnionType) and (value is None or value in ("none", "null")):
-        return None
-    kind = without_none(item.type)
-    try:
-        return _convert(kind, value, item.metadata.get("choices") or ())
-    except (ValueError, TypeError) as error:
-        expected = {int: "a whole number", float: "a number", bool: "true or false", dict: "a JSON object"}.get(kind, "text")
-        raise ValueError(f"{where}{item.name} must be {expected}, got {value!r}") from error
-
-
-def _convert(kind, value, choices=()):
-    if get_origin(kind) is list:
-        return [_convert(get_args(kind)[0], part) for part in (value if isinstance(value, list) else [value])]
-    if kind is dict:
-        value = json.loads(value) if isinstance(value, str) else value
-    elif kind is bool and isinstance(value, str):
-        return {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}.get(value.lower(), value)
-    elif kind is int and isinstance(value, str):
-        value = int(value)
-    elif kind is float and isinstance(value, (str, int)) and not isinstance(value, bool):
-        value = float(value)  # YAML reads 1e-4 (without a dot) as text
-    elif kind is str and value is not None:
-        if value is False and "no" in choices:
-            return "no"  # YAML reads a bare no as false
-        return value if isinstance(value, bool) else str(value)  # GRPOConfig.scale_rewards takes a bool
-    if kind is int and isinstance(value, bool) or not isinstance(value, kind):
-        raise TypeError
-    return value
 
 
 if __name__ == "__main__":
