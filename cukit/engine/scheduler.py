@@ -55,6 +55,8 @@ class Scheduler:
                 budget -= self._schedule_chunk(step, seq, budget)
         if self.num_preemptions == preemptions_before:
             self._admit_prompts(step, budget)
+        else:
+            step.admitted = [seq for seq in step.admitted if seq.row >= 0]  # a fork may have lost its row again
         assert step.decodes or step.prefills or not self.has_work, "the scheduler found nothing to do"
         return step
 
