@@ -61,7 +61,7 @@ class SFTTrainer(Trainer):
         if self.args.completion_only_loss is False:
             examples = [(ids, [1] * len(ids)) for ids, _ in examples]
         if self.args.packing and name == "train_dataset":
-            return [[examples[i] for i in chosen] for chosen in pack([len(ids) for ids, _ in examples], limit)]
+            return [[examples[i] for i in chosen] for chosen in pack([len(ids) for ids, _ in examples], self.args.max_length)]
         return [[example] for example in examples]
 
     def count_steps(self):

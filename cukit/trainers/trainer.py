@@ -12,8 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..checkpoint import (checkpoint_folder, find_checkpoint, load_checkpoint, open_run_folder, rotate_checkpoints, save_checkpoint,
-                          write_run_config)
+from .. import checkpoint
 from ..data import EpochSampler, load_rows
 from ..metrics import MetricsLogger, Progress, Timer
 from ..models.decoder import Decoder
@@ -48,6 +47,7 @@ class Trainer:
 
     def __init__(self, model, args, train_dataset, eval_dataset=None, processing_class=None, callbacks=(), device="auto", dtype="auto"):
         self.args, self.callbacks = args, list(callbacks)
+        self.run_folder = self.optimizer = self.logger = self.progress = None
         device, dtype = (chosen if chosen != "auto" else given for chosen, given in ((device, args.device), (dtype, args.dtype)))
         self.model_name = None if isinstance(model, Decoder) else str(model)
         if isinstance(model, Decoder) and processing_class is None:
@@ -63,7 +63,6 @@ class Trainer:
             raise ValueError(f"eval_strategy={args.eval_strategy} needs an eval_dataset")
         self.total_steps = self.count_steps()
         self.global_step, self.num_tokens, self.evaluations = 0, 0, []
-        self.run_folder = self.optimizer = self.logger = self.progress = None
         self.timer, self._epoch_ended = Timer(), False
 
     # ---- hooks of a method ----
@@ -223,17 +222,17 @@ class Trainer:
     def _open_run(self, resume):
         """Make the run folder and the optimizer; go back to a checkpoint if asked."""
         args = self.args
-        source = find_checkpoint(resume, args.output_dir) if resume else None
+        source = checkpoint.find_checkpoint(resume, args.output_dir) if resume else None
         # a run that is resumed goes on in its own folder unless another is named
         folder = args.output_dir or (str(source.parent) if source else None)
-        self.run_folder = open_run_folder(folder, self.label, resume=source is not None)
+        self.run_folder = checkpoint.open_run_folder(folder, self.label, resume=source is not None)
         decays = {id(p): not name.endswith("bias") and "norm" not in name for name, p in self.model.named_parameters().items()}
         self.optimizer = AdamW(self.model.parameters(), args.learning_rate, (args.adam_beta1, args.adam_beta2), args.adam_epsilon,
                                args.weight_decay, args.max_grad_norm, decay=lambda parameter: decays[id(parameter)])
         if source:
             self._resume(source)
         if not (Path(self.run_folder) / "config.yaml").exists():
-            write_run_config(self.run_folder, self.run_config())
+            checkpoint.write_run_config(self.run_folder, self.run_config())
         self.logger = MetricsLogger(self.run_folder, self.global_step if source else None)
 
     def run_config(self) -> dict:
@@ -247,12 +246,12 @@ class Trainer:
         state = {"global_step": self.global_step, "num_tokens": self.num_tokens, "evaluations": self.evaluations,
                  "sampler": self.sampler.state_dict(), "method": values}
         arrays = {f"method.{name}": value for name, value in arrays.items()} | self.optimizer.state_dict()
-        folder = save_checkpoint(checkpoint_folder(self.run_folder, self.global_step), self.model, self.tokenizer, arrays, state)
-        rotate_checkpoints(self.run_folder, self.args.save_total_limit)
+        folder = checkpoint.save_checkpoint(checkpoint.checkpoint_folder(self.run_folder, self.global_step), self.model, self.tokenizer, arrays, state)
+        checkpoint.rotate_checkpoints(self.run_folder, self.args.save_total_limit)
         return folder
 
     def _resume(self, source: Path):
-        arrays, state = load_checkpoint(source)
+        arrays, state = checkpoint.load_checkpoint(source)
         stored = load_model(source, self.model.backend.name, self.model.dtype)
         for parameter, other in zip(self.model.parameters(), stored.parameters(), strict=True):
             if parameter.shape != other.shape:

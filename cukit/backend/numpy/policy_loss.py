@@ -11,7 +11,7 @@ import numpy as np
 from .device import accumulator
 
 
-def clipped_surrogate(log_ratio, new, advantages, eps_low, eps_high, delta):
+def _clipped_surrogate(log_ratio, new, advantages, eps_low, eps_high, delta):
     """ℓ = −min(r·A, clip(r, 1 − eps_low, 1 + eps_high)·A), r = exp(log_ratio), the first r capped at delta if that is given."""
     ratio = np.exp(log_ratio)
     clipped = np.clip(ratio, 1 - eps_low, 1 + eps_high)
@@ -23,7 +23,7 @@ def clipped_surrogate(log_ratio, new, advantages, eps_low, eps_high, delta):
     return -np.minimum(first, second), -ratio * advantages * has_slope, 0 * ratio, low, high
 
 
-def capped_importance(log_ratio, new, advantages, eps_low, eps_high, delta):
+def _capped_importance(log_ratio, new, advantages, eps_low, eps_high, delta):
     """CISPO: ℓ = −min(r, eps_high)·A·new; the factor before `new` is a constant for the gradient. eps_high caps the ratio itself."""
     ratio = np.exp(log_ratio)
     factor = -np.minimum(ratio, eps_high) * advantages
@@ -31,17 +31,15 @@ def capped_importance(log_ratio, new, advantages, eps_low, eps_high, delta):
 
 
 # name -> function returning (N,) each: ℓ, dℓ/dlog_ratio, dℓ/dnew at a fixed ratio, clipped below, clipped above
-LOSSES = {"clip": clipped_surrogate, "cispo": capped_importance}
+LOSSES = {"clip": _clipped_surrogate, "cispo": _capped_importance}
 
 
-def kl_estimate(new, ref, estimator):
-    """Per-token estimates of KL(new || ref) from the sampled tokens (Schulman 2020): k1, k2 or k3. Returns (kl, dkl/dnew)."""
-    log_ratio = ref - new
-    if estimator == "k1":
-        return -log_ratio, np.ones_like(new)
-    if estimator == "k2":
-        return log_ratio * log_ratio / 2, -log_ratio
-    return np.expm1(log_ratio) - log_ratio, -np.expm1(log_ratio)
+# Per-token estimates of KL(new || ref) from sampled tokens (Schulman 2020): x = ref − new -> (kl, dkl/dnew)
+KL_ESTIMATES = {
+    "k1": lambda x: (-x, np.ones_like(x)),
+    "k2": lambda x: (x * x / 2, -x),
+    "k3": lambda x: (np.expm1(x) - x, -np.expm1(x)),
+}
 
 
 def policy_loss_forward(new, old, ref, advantages, weights, cu_seqlens, kind, eps_low, eps_high, delta, beta, bias_kl):
@@ -61,7 +59,7 @@ def policy_loss_forward(new, old, ref, advantages, weights, cu_seqlens, kind, ep
     per_token, dlog_ratio, dnew, low, high = LOSSES[kind](log_ratio, used_new, advantages, eps_low, eps_high, delta)
     kl_sum = 0.0
     if beta:
-        kl, dkl = kl_estimate(used_new, np.where(used, ref.astype(acc, copy=False), 0), "k3")
+        kl, dkl = KL_ESTIMATES["k3"](np.where(used, ref.astype(acc, copy=False) - new, 0))
         if bias_kl:
             ratio = np.exp(log_ratio)
             kl, dkl = kl * ratio, dkl * ratio
