@@ -1,7 +1,7 @@
 """The pool of KV blocks: reference counts, and a prefix cache over whole blocks.
 
-A block whose count falls to 0 keeps its contents while it is in the prefix cache; it is given away, least recently used first, only
-when no other block is free.
+A block whose count falls to 0 keeps its contents while it is in the prefix cache; it is given away, least recently used
+first, only when no other block is free.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ class BlockManager:
         self.num_blocks, self.block_size, self.enable_prefix_caching = num_blocks, block_size, enable_prefix_caching
         self.reference_counts = [0] * num_blocks
         self._free = list(range(num_blocks - 1, -1, -1))  # blocks without contents worth keeping, used from the end
-        self._free_cached: OrderedDict[int, None] = OrderedDict()  # in the prefix cache and owned by nobody, oldest first
+        self._free_cached: OrderedDict[int, None] = OrderedDict()  # in the prefix cache, owned by nobody, oldest first
         self._block_of: dict[bytes, int] = {}  # digest -> block
-        self._contents: dict[int, tuple[bytes, bytes, tuple[int, ...]]] = {}  # block -> (digest, parent's digest, tokens)
+        self._contents: dict[int, tuple[bytes, bytes, tuple[int, ...]]] = {}  # block -> (digest, parent's, tokens)
 
     @property
     def num_free(self) -> int:
@@ -48,7 +48,7 @@ class BlockManager:
             self.reference_counts[block] += 1
 
     def release(self, blocks: list[int]) -> None:
-        """Count one owner less of each block. The end of a sequence is evicted before its beginning, which more prompts share."""
+        """Count one owner less of each block. A sequence's end is evicted before its beginning, which more share."""
         for block in reversed(blocks):
             self.reference_counts[block] -= 1
             assert self.reference_counts[block] >= 0, f"block {block} released more often than taken"
@@ -61,7 +61,8 @@ class BlockManager:
     # ---- prefix cache ----
 
     def match(self, token_ids: list[int], digests: list[bytes]) -> list[int]:
-        """Blocks that hold the beginning of token_ids, not shared yet. At least the last token is left to compute, since its logits are needed.
+        """Blocks that hold the beginning of token_ids, not shared yet. At least the last token is left to compute,
+        since its logits are needed.
 
         digests: the chained hashes of token_ids' blocks so far; extended in place as far as wanted.
         """
@@ -81,8 +82,8 @@ class BlockManager:
         """How many of the matched blocks are counted in num_free."""
         return sum(self.reference_counts[block] == 0 for block in blocks)
 
-    def register(self, token_ids: list[int], digests: list[bytes], block_table: list[int], first: int, last: int) -> None:
-        """Offer the whole, computed blocks first … last - 1 of a sequence to the prefix cache; what is there already stays."""
+    def register(self, token_ids, digests: list[bytes], block_table: list[int], first: int, last: int) -> None:
+        """Offer the whole, computed blocks first … last - 1 to the prefix cache; what is there already stays."""
         if not self.enable_prefix_caching:
             return
         for index in range(first, last):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from operator import index
 from pathlib import Path
 
@@ -15,11 +15,9 @@ from ..models.weights import _model_folder as model_folder
 from ..models.weights import load_model
 from ..tokenizer import Tokenizer
 from .block_manager import BlockManager
-from .model_runner import ModelRunner
+from .model_runner import ModelRunner, fit_memory
 from .scheduler import Scheduler, Step
 from .sequence import CompletionText, Request, Sequence, completion_text
-
-CPU_CACHE_BYTES = 4 << 30  # the KV cache of the CPU grows to this at most unless num_kv_blocks says otherwise
 
 
 @dataclass(slots=True)
@@ -60,8 +58,9 @@ class EngineStats:
 class LLM:
     """A model with its KV cache.
 
-    model: a Hugging Face model folder (or hub name). device: auto | cuda | cpu. dtype: auto (bfloat16 on cuda, float32 on cpu) | a dtype name.
-    options: the fields of EngineConfig (max_model_len, max_num_seqs, gpu_memory_utilization, enforce_eager, …).
+    model: a Hugging Face model folder (or hub name). device: auto | cuda | cpu. dtype: auto (bfloat16 on cuda, float32
+    on cpu) | a dtype name. options: the fields of EngineConfig (max_model_len, max_num_seqs, gpu_memory_utilization,
+    enforce_eager, …).
     """
 
     def __init__(self, model: str | Path, device: str = "auto", dtype: str = "auto", **options):
@@ -85,7 +84,7 @@ class LLM:
         own_eos = limits.eos_token_id
         configured = frozenset(own_eos if isinstance(own_eos, list) else [] if own_eos is None else [own_eos])
         self.eos_token_ids = frozenset(tokenizer.eos_token_ids) if tokenizer else (generation_eos or configured)
-        self.config = _fit_memory(config, model)
+        self.config = fit_memory(config, model)
         self.stats = EngineStats()
         self._seeds = random.Random(self.config.seed)
         self._requests: dict[int, Request] = {}
@@ -93,42 +92,58 @@ class LLM:
         self._blocks = BlockManager(config.num_kv_blocks, config.block_size, config.enable_prefix_caching)
         self._scheduler = Scheduler(self._blocks, config.max_num_seqs, config.max_num_batched_tokens)
         rows = self._scheduler.max_num_seqs
-        self._runner = ModelRunner(model, rows, config.max_model_len, config.num_kv_blocks, config.block_size, self.vocab_size)
+        self._runner = ModelRunner(
+            model, rows, config.max_model_len, config.num_kv_blocks, config.block_size, self.vocab_size
+        )
 
     # ---- generate ----
 
-    def generate(self, prompts, sampling_params: SamplingParams | list[SamplingParams] | None = None, stream: bool = False):
+    def generate(
+        self, prompts, sampling_params: SamplingParams | list[SamplingParams] | None = None, stream: bool = False
+    ):
         """Complete prompts: text, ids, or a list of either; sampling_params for all, or one for each.
 
-        Returns a RequestOutput for each prompt, in their order (a list even for a single prompt). With stream=True an iterator that
-        yields the RequestOutput of a prompt whenever it has grown, each sample with what it has so far and its text_delta.
-        A request without a seed gets one from the engine's generator, which config.seed starts: the same calls give the same draws.
+        Returns a RequestOutput for each prompt, in their order (a list even for a single prompt). With stream=True an
+        iterator that yields the RequestOutput of a prompt whenever it has grown, each sample with what it has so far
+        and its text_delta. A request without a seed gets one from the engine's generator, which config.seed starts: the
+        same calls give the same draws.
         """
         if isinstance(prompts, str) or (isinstance(prompts, list) and prompts and isinstance(prompts[0], int)):
             prompts = [prompts]
         prompts = list(prompts)
         if isinstance(sampling_params, list) and len(sampling_params) != len(prompts):
-            raise ValueError(f"{len(sampling_params)} sampling_params for {len(prompts)} prompts: give one for all, or one for each")
-        params = sampling_params if isinstance(sampling_params, list) else [sampling_params or SamplingParams()] * len(prompts)
+            raise ValueError(
+                f"{len(sampling_params)} sampling_params for {len(prompts)} prompts: give one for all, or one for each"
+            )
+        params = sampling_params
+        if not isinstance(params, list):
+            params = [SamplingParams() if params is None else params] * len(prompts)
         self._require_awake()
         # Every prompt is checked before the first is queued.
-        checked = [self._check_prompt(prompt, one, number) for number, (prompt, one) in enumerate(zip(prompts, params, strict=True))]
+        checked = [self._check_prompt(*pair, number) for number, pair in enumerate(zip(prompts, params, strict=True))]
         outputs = self._stream(checked, params)
         return outputs if stream else self._run_to_end(checked, params)
 
-    def chat(self, messages, sampling_params=None, stream: bool = False, tools: list[dict] | None = None, **template_arguments):
-        """generate() after the chat template: messages is one conversation (a list of {"role", "content"}) or a list of them."""
+    def chat(self, messages, sampling_params=None, stream: bool = False, tools=None, **template_arguments):
+        """generate() after the chat template.
+
+        messages: one conversation (a list of {"role", "content"}) or a list of them; tools: JSON schemas; further
+        arguments (enable_thinking, …) go to the template.
+        """
         if self.tokenizer is None or not self.tokenizer.has_chat_template:
             raise ValueError("chat needs a tokenizer with a chat template; give generate() text or ids")
         conversations = [messages] if messages and isinstance(messages[0], dict) else messages
         prompts = [
-            self.tokenizer.apply_chat_template(conversation, add_generation_prompt=True, tools=tools, **template_arguments)
-            for conversation in conversations
+            self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tools=tools, **template_arguments)
+            for messages in conversations
         ]
         return self.generate(prompts, sampling_params, stream)
 
     def score(self, sequences: list[list[int]], temperature: float = 1.0) -> list:
-        """log p(token t | tokens before it) for t ≥ 1 of each sequence, by the training forward pass: one float32 array a sequence (float64 for a float64 model)."""
+        """log p(token t | tokens before it) for t ≥ 1 of each sequence, by the training forward pass.
+
+        Returns one float32 array a sequence (float64 for a float64 model), one shorter than the sequence.
+        """
         longest = self.model.config.max_position_embeddings
         sequences = [self._check_ids(ids, f"sequence {number}") for number, ids in enumerate(sequences)]
         for number, ids in enumerate(sequences):
@@ -192,13 +207,14 @@ class LLM:
         return list(grown.values())
 
     def abort(self, request_id: int) -> None:
-        """End a request now; its unfinished samples get the finish reason "abort". Unknown or finished ids are ignored."""
+        """End a request now, its unfinished samples with the finish reason "abort". Unknown ids are ignored."""
         request = self._requests.pop(request_id, None)
         if request is None:
             return
         leader = request.sequences[0]
         for number in range(len(request.sequences), request.params.n):
-            request.sequences.append(Sequence(request, number, list(request.prompt_ids), leader.prompt_length, leader.limit, leader.stop_ids))
+            prompt = list(request.prompt_ids)
+            request.sequences.append(Sequence(request, number, prompt, len(prompt), leader.limit, leader.stop_ids))
         for seq in request.sequences:
             if seq.finish_reason is None:
                 self._scheduler.remove(seq)
@@ -207,7 +223,8 @@ class LLM:
     def output(self, request: Request, number: int = 0, with_delta: bool = False) -> RequestOutput:
         """A request's samples as they are now."""
         outputs = [self._completion(seq, with_delta) for seq in request.sequences]
-        return RequestOutput(number, request.prompt, request.prompt_ids, outputs, request.finished, request.num_cached_tokens)
+        prompt, cached = (request.prompt, request.prompt_ids), request.num_cached_tokens
+        return RequestOutput(number, *prompt, outputs, request.finished, cached)
 
     # ---- parts ----
 
@@ -276,13 +293,13 @@ class LLM:
 
     def _completion(self, seq: Sequence, with_delta: bool) -> CompletionOutput:
         finished, ids = seq.finish_reason is not None, seq.completion_ids
+        text = delta = ""
         if seq.text is not None:
             delta = seq.text.take_delta() if with_delta else ""
             text = seq.text.text if finished else seq.text.text[: seq.text.num_given]
-        elif self.tokenizer is None:
-            text = delta = ""
-        else:  # a stop token is no part of the text, special or not
-            text, delta = completion_text(self.tokenizer, seq.request.prompt_ids, ids[:-1] if seq.finish_reason == "stop" else ids), ""
+        elif self.tokenizer is not None:  # a stop token is no part of the text, special or not
+            shown = ids[:-1] if seq.finish_reason == "stop" else ids
+            text = completion_text(self.tokenizer, seq.request.prompt_ids, shown)
         logprobs = list(seq.logprobs) if seq.request.params.logprobs else None
         return CompletionOutput(seq.index, text, ids, logprobs, seq.finish_reason, seq.stop_reason, delta)
 
@@ -301,7 +318,9 @@ class LLM:
         if not isinstance(params, SamplingParams):
             raise ValueError(f"sampling_params must be SamplingParams, got {type(params).__name__}")
         if self.tokenizer is None and (isinstance(prompt, str) or params.stop):
-            raise ValueError("the model folder has no tokenizer.json: give prompts as ids, and stop_token_ids instead of stop")
+            raise ValueError(
+                "the model folder has no tokenizer.json: give prompts as ids, and stop_token_ids instead of stop"
+            )
         text = prompt if isinstance(prompt, str) else None
         ids = self.tokenizer.encode(prompt, add_special_tokens=True) if text is not None else prompt
         ids = self._check_ids(ids, f"prompt {number}")
@@ -340,7 +359,9 @@ def _engine_config(options: dict) -> EngineConfig:
     known = [field.name for field in fields(EngineConfig)]
     unknown = sorted(set(options) - set(known))
     if unknown:
-        raise ValueError(f"LLM has no option {', '.join(unknown)}; options are {', '.join(['device', 'dtype', *known])}")
+        raise ValueError(
+            f"LLM has no option {', '.join(unknown)}; options are {', '.join(['device', 'dtype', *known])}"
+        )
     return EngineConfig(**options)
 
 
@@ -349,30 +370,3 @@ def _generation_eos(folder: Path) -> frozenset[int]:
     path = folder / "generation_config.json"
     ids = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id") if path.is_file() else None
     return frozenset(ids if isinstance(ids, list) else [] if ids is None else [ids])
-
-
-def _fit_memory(config: EngineConfig, model) -> EngineConfig:
-    """config with max_model_len and num_kv_blocks filled in, or ValueError if a sequence of max_model_len does not fit."""
-    limits, block_size = model.config, config.block_size
-    longest = limits.max_position_embeddings
-    if config.max_model_len is not None and config.max_model_len > longest:
-        raise ValueError(f"max_model_len={config.max_model_len} exceeds the model's max_position_embeddings={longest}")
-    max_model_len = config.max_model_len or longest
-    num_blocks = config.num_kv_blocks
-    if num_blocks is None:
-        wanted = config.max_num_seqs * -(-max_model_len // block_size)
-        block_bytes = 2 * limits.num_hidden_layers * block_size * limits.num_key_value_heads * limits.head_dim * model.dtype.itemsize
-        free, _ = model.backend.memory_info()
-        budget = int(free * config.gpu_memory_utilization)
-        if model.backend.name == "cpu":
-            budget = min(budget, CPU_CACHE_BYTES)
-        num_blocks = min(wanted, max(1, budget // block_bytes))
-    room = num_blocks * block_size
-    if room < max_model_len:
-        if config.max_model_len is not None:
-            raise ValueError(
-                f"the KV cache has room for {room} tokens ({num_blocks} blocks of {block_size}), less than max_model_len={max_model_len}:"
-                " lower max_model_len, or raise num_kv_blocks or gpu_memory_utilization"
-            )
-        max_model_len = room
-    return replace(config, max_model_len=max_model_len, num_kv_blocks=num_blocks)

@@ -1,17 +1,51 @@
 """From a scheduled step to arrays, through the model, to drawn tokens.
 
-Every running sequence has a row in host arrays (newest token, length, block table, sampling parameters) that change only where
-the sequence changes. A decode step is a gather of rows, one forward pass and one draw; prompts are one more packed pass.
+Every running sequence has a row in host arrays (newest token, length, block table, sampling parameters) that change
+only where the sequence changes. A decode step is a gather of rows, one forward pass and one draw; prompts are one more
+packed pass.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from ..autograd import Tensor, no_grad
+from ..config import EngineConfig
 from ..models.attend import PagedDecode, PagedPrefill
 from .scheduler import Step
 from .sequence import SEED_MASK, Sequence
+
+CPU_CACHE_BYTES = 4 << 30  # the KV cache of the CPU grows to this at most unless num_kv_blocks says otherwise
+
+
+def fit_memory(config: EngineConfig, model) -> EngineConfig:
+    """config with max_model_len and num_kv_blocks filled in; ValueError if max_model_len does not fit.
+
+    By default the cache holds max_num_seqs sequences of max_model_len, or what gpu_memory_utilization of the free
+    memory allows; a default max_model_len is the model's own limit, or less if the cache is smaller.
+    """
+    shape, block_size = model.config, config.block_size
+    longest = shape.max_position_embeddings
+    if config.max_model_len is not None and config.max_model_len > longest:
+        raise ValueError(f"max_model_len={config.max_model_len} exceeds the model's max_position_embeddings={longest}")
+    max_model_len = config.max_model_len or longest
+    num_blocks = config.num_kv_blocks
+    if num_blocks is None:
+        token_bytes = 2 * shape.num_hidden_layers * shape.num_key_value_heads * shape.head_dim * model.dtype.itemsize
+        budget = int(model.backend.memory_info()[0] * config.gpu_memory_utilization)
+        if model.backend.name == "cpu":
+            budget = min(budget, CPU_CACHE_BYTES)
+        wanted = config.max_num_seqs * -(-max_model_len // block_size)
+        num_blocks = min(wanted, max(1, budget // (token_bytes * block_size)))
+    room = num_blocks * block_size
+    if room < max_model_len and config.max_model_len is not None:
+        raise ValueError(
+            f"the KV cache has room for {room} tokens ({num_blocks} blocks of {block_size}), less than max_model_len="
+            f"{max_model_len}: lower max_model_len, or raise num_kv_blocks or gpu_memory_utilization"
+        )
+    return replace(config, max_model_len=min(room, max_model_len), num_kv_blocks=num_blocks)
 
 
 class ModelRunner:
@@ -32,7 +66,7 @@ class ModelRunner:
         self.repetition_penalty = np.ones(num_rows, np.float64)
         self.min_lengths = np.zeros(num_rows, np.int32)  # below this length the stop ids are banned
         self.stop_ids = np.full((num_rows, 1), -1, np.int32)
-        self.seen: np.ndarray | None = None  # (rows, V) tokens that occurred; made when a request first asks for a penalty
+        self.seen: np.ndarray | None = None  # (rows, V) tokens that occurred; made when a request first needs it
         self.allocate_cache()
 
     def allocate_cache(self) -> None:
@@ -76,8 +110,8 @@ class ModelRunner:
     def run(self, step: Step) -> tuple[tuple[list[int], list[float]], list[tuple[Sequence, list[int], list[float]]]]:
         """Compute a step.
 
-        Returns the (tokens, logprobs) of step.decodes, in order, and (sequence, tokens, logprobs) for each prompt that was
-        completed: one token for it and one for each of its forks.
+        Returns the (tokens, logprobs) of step.decodes, in order, and (sequence, tokens, logprobs) for each prompt that
+        was completed: one token for it and one for each of its forks.
         """
         for seq in step.admitted:
             self.set_row(seq)
@@ -120,11 +154,12 @@ class ModelRunner:
         tables = self.block_tables[rows, : int(block_indices.max()) + 1]
         attend = PagedPrefill(self.kv, be.array(tables), be.array(borders), be.array(ends), be.array(slots))
         hidden = self.model.forward(be.array(tokens), be.array(positions), attend)
-        done = [index for index, (seq, start, count) in enumerate(chunks) if start + count == len(seq.token_ids)]
-        return self._sample_prompts(hidden, [(chunks[index][0], int(borders[index + 1]) - 1) for index in done]) if done else []
+        last_rows = [(seq, int(border) - 1) for (seq, _, _), border in zip(chunks, borders[1:], strict=True)]
+        completed = [pair for pair, end in zip(last_rows, ends, strict=True) if end == len(pair[0].token_ids)]
+        return self._sample_prompts(hidden, completed) if completed else []
 
     def _sample_prompts(self, hidden, completed) -> list[tuple[Sequence, list[int], list[float]]]:
-        """Draw from the last row of each completed prompt, once for each sample. completed: [(sequence, its last row in hidden)]."""
+        """Draw from the last row of each completed prompt, once a sample. completed: (sequence, its last row) pairs."""
         shares = np.array([1 + seq.pending_forks for seq, _ in completed])
         rows = np.repeat([seq.row for seq, _ in completed], shares)
         seeds = [(seq.seed + j) & SEED_MASK for seq, _ in completed for j in range(1 + seq.pending_forks)]
@@ -141,8 +176,11 @@ class ModelRunner:
             for (seq, _), first, share in zip(completed, firsts, shares, strict=True)
         ]
 
-    def _sample(self, hidden, rows: np.ndarray, seeds: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Head and draw for hidden (B, C); the drawn tokens will stand at positions lengths (B). Host arrays of tokens and log-probs."""
+    def _sample(self, hidden, rows, seeds, lengths) -> tuple[np.ndarray, np.ndarray]:
+        """Head and draw for hidden (B, C), with the parameters of rows (B); the drawn tokens will stand at lengths (B).
+
+        Returns tokens and log-probs (B) on the host.
+        """
         be = self.backend
         logits = self.model.logits(hidden).data
         is_early = lengths < self.min_lengths[rows]
@@ -150,11 +188,13 @@ class ModelRunner:
         penalty = seen = None
         if self.seen is not None and (self.repetition_penalty[rows] != 1).any():
             penalty, seen = be.array(self.repetition_penalty[rows]), be.array(self.seen[rows])
-        parameters = (self.temperature[rows], self.top_k[rows], self.top_p[rows], self.min_p[rows], seeds, lengths.astype(np.int64))
-        tokens, logprobs = be.sample(logits, *map(be.array, parameters), self.vocab_size, banned, penalty, seen)
+        filters = (self.temperature[rows], self.top_k[rows], self.top_p[rows], self.min_p[rows])
+        parameters = map(be.array, (*filters, seeds, lengths.astype(np.int64)))
+        tokens, logprobs = be.sample(logits, *parameters, self.vocab_size, banned, penalty, seen)
         tokens, logprobs = be.to_numpy(tokens), be.to_numpy(logprobs)
         if not np.isfinite(logprobs).all():
             raise ValueError(
-                "the model's logits are not finite (NaN or infinity): the weights are damaged or training diverged; load an earlier checkpoint"
+                "the model's logits are not finite (NaN or infinity): the weights are damaged or training diverged;"
+                " load an earlier checkpoint"
             )
         return tokens, logprobs

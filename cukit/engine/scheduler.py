@@ -1,8 +1,9 @@
 """Which sequences compute which tokens in a step.
 
-Every step decodes one token of each sequence that is past its prompt, then spends what is left of the token budget on prompts, in order
-of arrival and in chunks. Without a free block the sequence that arrived last is preempted: it gives its blocks back and computes its
-tokens anew later. The oldest sequence is never preempted for another, and each fits the pool alone, so every step makes progress.
+Every step decodes one token of each sequence that is past its prompt, then spends what is left of the token budget on
+prompts, in order of arrival and in chunks. Without a free block the sequence that arrived last is preempted: it gives
+its blocks back and computes its tokens anew later. The oldest sequence is never preempted for another, and each fits
+the pool alone, so every step makes progress.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ class Step:
     prefills: list[tuple[Sequence, int, int]] = field(default_factory=list)  # (sequence, first token, number of tokens)
     admitted: list[Sequence] = field(default_factory=list)  # got a row: all of its values must be written
     changed: list[Sequence] = field(default_factory=list)  # block table changed at its end
-    copies: list[tuple[int, int]] = field(default_factory=list)  # (from block, to block), every source read before any is written
+    copies: list[tuple[int, int]] = field(default_factory=list)  # (from, to); read every source before writing any
 
 
 class Scheduler:
     def __init__(self, blocks: BlockManager, max_num_seqs: int, max_num_batched_tokens: int):
         self.blocks = blocks
         self.max_num_batched_tokens = max_num_batched_tokens
-        self.max_num_seqs = min(max_num_seqs, max_num_batched_tokens)  # a step must be able to decode every running sequence
-        self.waiting: list[Sequence] = []  # by order of arrival; preempted and forked sequences stand where they arrived
+        self.max_num_seqs = min(max_num_seqs, max_num_batched_tokens)  # a step must be able to decode every sequence
+        self.waiting: list[Sequence] = []  # by order of arrival, preempted and forked sequences included
         self.running: list[Sequence] = []  # likewise
         self._free_rows = list(range(self.max_num_seqs - 1, -1, -1))
         self.num_preemptions = 0
@@ -61,7 +62,7 @@ class Scheduler:
         return step
 
     def fork(self, leader: Sequence, make_text) -> list[Sequence]:
-        """The other samples of a leader whose prompt has just been computed; they share its blocks and are not queued yet."""
+        """The other samples of a leader whose prompt is now computed; they share its blocks and are not queued yet."""
         count, leader.pending_forks = leader.pending_forks, 0
         forks = [leader.fork(index, make_text()) for index in range(1, count + 1)]
         for seq in forks:
@@ -93,7 +94,7 @@ class Scheduler:
             self._enter_row(step, self.waiting.pop(0))
 
     def _schedule_decodes(self, step: Step) -> list[Sequence]:
-        """Give each decoding sequence the place for its newest token; returns the sequences that are not that far yet."""
+        """Give each decoding sequence a place for its newest token; returns the sequences that are not that far yet."""
         block_size, counts = self.blocks.block_size, self.blocks.reference_counts
         unfinished_prompts = []
         for seq in list(self.running):
@@ -169,7 +170,7 @@ class Scheduler:
     # ---- preemption ----
 
     def _make_room(self, seq: Sequence) -> bool:
-        """Make sure a block is free, preempting sequences that arrived after `seq`; False if it was `seq` itself that had to go."""
+        """Make sure a block is free, preempting whoever arrived last; False if that was `seq` itself."""
         while self.blocks.num_free == 0:
             holders = [self.running[-1], *(other for other in self.waiting if other.block_table)]
             victim = max(holders, key=_order)

@@ -9,12 +9,12 @@ from ..tokenizer import IncrementalDecoder
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 SEED_MASK = (1 << 64) - 1
-CONTEXT_TOKENS = 8  # prompt tokens decoded before a completion, so that its first character and leading space come out right
+CONTEXT_TOKENS = 8  # of the prompt, decoded before a completion so that its first character and space come out right
 
 
 @dataclass(eq=False, slots=True)
 class Request:
-    """One prompt and its params.n samples. Samples beyond the first come into being when the prompt has been computed."""
+    """One prompt and its params.n samples. Those beyond the first come into being when the prompt has been computed."""
 
     request_id: int
     prompt_ids: list[int]
@@ -47,7 +47,7 @@ class Sequence:
     text: CompletionText | None = None  # kept up to date for stop strings and streaming only
     row: int = -1  # place in the runner's arrays while running, else -1
     block_table: list[int] = field(default_factory=list)
-    digests: list[bytes] = field(default_factory=list)  # chained hash of each whole block of token_ids, as far as needed
+    digests: list[bytes] = field(default_factory=list)  # chained hashes of the whole blocks, as far as needed
     num_registered: int = 0  # blocks that were offered to the prefix cache
     num_computed: int = 0
     pending_forks: int = 0  # samples that will share this one's prompt once it is computed
@@ -58,14 +58,16 @@ class Sequence:
     @classmethod
     def first_of(cls, request: Request, text: CompletionText | None) -> Sequence:
         """Sample 0, which computes the prompt for all."""
-        seq = cls(request, 0, list(request.prompt_ids), len(request.prompt_ids), request.limit, request.stop_ids, text=text)
+        prompt = list(request.prompt_ids)
+        seq = cls(request, 0, prompt, len(prompt), request.limit, request.stop_ids, text=text)
         seq.pending_forks = request.params.n - 1
         request.sequences.append(seq)
         return seq
 
     def fork(self, index: int, text: CompletionText | None) -> Sequence:
         """Sample `index` at the end of the computed prompt; the caller counts the shared blocks' new owner."""
-        seq = Sequence(self.request, index, self.token_ids[: self.prompt_length], self.prompt_length, self.limit, self.stop_ids, text=text)
+        prompt = self.token_ids[: self.prompt_length]
+        seq = Sequence(self.request, index, prompt, len(prompt), self.limit, self.stop_ids, text=text)
         seq.block_table, seq.digests = list(self.block_table), list(self.digests)
         seq.num_registered, seq.num_computed = self.num_registered, self.num_computed
         seq.may_share_tail = True
@@ -142,18 +144,19 @@ class CompletionText:
         self._finished = True
 
     def take_delta(self) -> str:
-        """What may be shown now and was not given out before. An end that may become a stop string is held back until it cannot."""
+        """What may be shown now and was not given out before; an end that may become a stop string is held back."""
         end = len(self.text)
         if not self._finished:
             longest = min(self._longest_stop - 1, end - self.num_given)
-            end -= next((k for k in range(longest, 0, -1) if any(stop.startswith(self.text[end - k :]) for stop in self._stop)), 0)
+            lengths = range(longest, 0, -1)
+            end -= next((k for k in lengths if any(stop.startswith(self.text[end - k :]) for stop in self._stop)), 0)
         delta = self.text[self.num_given : end]
         self.num_given = end
         return delta
 
 
 def completion_text(tokenizer, prompt_ids: list[int], completion_ids: list[int]) -> str:
-    """The text of a whole completion, as CompletionText gives it piece by piece: a character that the prompt began is completed."""
+    """The text of a whole completion, equal to what CompletionText gives piece by piece."""
     context = prompt_ids[-CONTEXT_TOKENS:]
     head = tokenizer.decode(context)
     unfinished = min(3, len(head) - len(head.rstrip(REPLACEMENT)))

@@ -36,7 +36,9 @@ def test_golden_greedy_tokens(name):
         np.testing.assert_allclose([out.outputs[0].logprobs for out in outputs], golden["gen/logprobs"], atol=tolerance)
     eos = int(golden["gen/eos_token"])
     outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, stop_token_ids=[eos]))
-    for out, tokens, length in zip(outputs, golden["gen/eos_tokens"].tolist(), golden["gen/eos_lengths"].tolist(), strict=True):
+    for out, tokens, length in zip(
+        outputs, golden["gen/eos_tokens"].tolist(), golden["gen/eos_lengths"].tolist(), strict=True
+    ):
         sample = out.outputs[0]
         assert sample.token_ids == tokens[:length]
         stopped = sample.token_ids[-1] == eos
@@ -109,7 +111,8 @@ SCHEDULES = {
 def test_tokens_do_not_depend_on_the_schedule(schedule, prompts, alone):
     llm = tiny_llm(**SCHEDULES[schedule])
     params = [
-        SamplingParams(n=3, temperature=0.9, top_p=0.95, max_tokens=14, seed=number * 100, logprobs=True) for number in range(len(prompts))
+        SamplingParams(n=3, temperature=0.9, top_p=0.95, max_tokens=14, seed=number * 100, logprobs=True)
+        for number in range(len(prompts))
     ]
     assert_same(results(llm.generate(prompts, params)), alone)
     if "room for few" in schedule:

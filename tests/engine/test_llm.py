@@ -34,7 +34,7 @@ def test_stop_string_across_token_borders():
     assert (sample.finish_reason, sample.stop_reason) == ("stop", "is 42.\n\nQ")
     kept = len(sample.token_ids)
     assert sample.token_ids == ids[:kept] and kept < len(ids)
-    assert qwen_tokenizer().decode(ids[: kept - 1]).count("Q") == 0  # it ended with the very token that completed the string
+    assert "Q" not in qwen_tokenizer().decode(ids[: kept - 1])  # it ended with the token that completed the string
     split = answer(byte_tokens("ab STOP cd"), stop="STOP")
     assert split.text == "ab " and len(split.token_ids) == 7
 
@@ -49,21 +49,23 @@ def test_several_stop_ids_and_eos():
     ids = tokenizer.encode("one two<|im_end|>three<|endoftext|>")
     ends = [tokenizer.token_to_id(token) for token in ("<|im_end|>", "<|endoftext|>")]
     sample = answer(ids, ignore_eos=False)  # the tokenizer's own eos is <|im_end|>
-    assert (sample.text, sample.token_ids, sample.finish_reason, sample.stop_reason) == ("one two", ids[:3], "stop", None)
+    assert (sample.text, sample.token_ids) == ("one two", ids[:3])
+    assert (sample.finish_reason, sample.stop_reason) == ("stop", None)
     sample = answer(ids)
     assert (sample.finish_reason, len(sample.token_ids)) == ("length", len(ids))
     assert sample.text == "one twothree"
     sample = answer(ids, stop_token_ids=[5, ends[1]])
     assert (sample.finish_reason, sample.stop_reason, sample.token_ids) == ("stop", ends[1], ids)
-    sample = answer(ids, stop_token_ids=[ids[1], ends[1]])  # a stop id that is an ordinary word is cut from the text too
+    sample = answer(ids, stop_token_ids=[ids[1], ends[1]])  # an ordinary word as stop id is cut from the text too
     assert (sample.text, sample.token_ids, sample.stop_reason) == ("one", ids[:2], ids[1])
 
 
 def test_min_tokens_bans_stop_ids_and_stop_strings():
     llm = tiny_llm()
     first = llm.generate([[1, 2, 3]], greedy(max_tokens=12))[0].outputs[0].token_ids
-    sample = llm.generate([[1, 2, 3]], greedy(max_tokens=12, min_tokens=5, stop_token_ids=[first[0], first[4], first[5]]))[0].outputs[0]
-    assert not {first[0], first[4], first[5]} & set(sample.token_ids[:5])
+    stops = [first[0], first[4], first[5]]
+    sample = llm.generate([[1, 2, 3]], greedy(max_tokens=12, min_tokens=5, stop_token_ids=stops))[0].outputs[0]
+    assert not set(stops) & set(sample.token_ids[:5])
     stopped = answer("a b a b a b a b", stop=["b"], min_tokens=3)
     assert stopped.finish_reason == "stop" and len(stopped.token_ids) == 4
 
@@ -113,7 +115,10 @@ def test_one_byte_a_token(text):
     ids = byte_tokens(text)
     llm, prompt_ids = reciting_llm("Q:", ids)
     for stop in ([], [text[2:4] + "not there", "never"]):
-        deltas = [out.outputs[0].text_delta for out in llm.generate([prompt_ids], greedy(max_tokens=len(ids), stop=stop), stream=True)]
+        deltas = [
+            out.outputs[0].text_delta
+            for out in llm.generate([prompt_ids], greedy(max_tokens=len(ids), stop=stop), stream=True)
+        ]
         assert "".join(deltas) == text
         assert llm.generate([prompt_ids], greedy(max_tokens=len(ids), stop=stop))[0].outputs[0].text == text
     cut = answer(ids, stop=[text[3:5]])
@@ -180,9 +185,13 @@ def test_ids_beyond_the_tokenizer_are_never_drawn():
     model = ScriptModel([1], vocab_size=151_936)
     model.logits = lambda hidden, plain=model.logits: _raise_padding(plain(hidden))
     llm = LLM.from_model(model, qwen_tokenizer())
-    out = llm.generate([[5]], SamplingParams(n=4, temperature=2.0, max_tokens=50, seed=1, ignore_eos=True, logprobs=True))[0]
+    out = llm.generate(
+        [[5]], SamplingParams(n=4, temperature=2.0, max_tokens=50, seed=1, ignore_eos=True, logprobs=True)
+    )[0]
     assert max(token for sample in out.outputs for token in sample.token_ids) < 151_669
-    assert all(logprob == pytest.approx(-np.log(151_669), abs=1e-4) for sample in out.outputs for logprob in sample.logprobs)
+    assert all(
+        logprob == pytest.approx(-np.log(151_669), abs=1e-4) for sample in out.outputs for logprob in sample.logprobs
+    )
 
 
 def _raise_padding(logits):
@@ -194,7 +203,8 @@ def _raise_padding(logits):
 def test_works_without_a_tokenizer():
     out = tiny_llm().generate([[1, 2, 3]], GREEDY)[0]
     assert out.outputs[0].text == "" and len(out.outputs[0].token_ids) == 30 and out.outputs[0].logprobs is None
-    assert [delta.outputs[0].text_delta for delta in tiny_llm().generate([[1]], greedy(max_tokens=3), stream=True)] == [""] * 3
+    streamed = tiny_llm().generate([[1]], greedy(max_tokens=3), stream=True)
+    assert [out.outputs[0].text_delta for out in streamed] == [""] * 3
 
 
 # ---- seeds, parameters, life cycle ----
@@ -216,7 +226,9 @@ def test_seeds():
 def test_repetition_penalty_forbids_repeats_when_extreme():
     llm = tiny_llm()
     prompt = [3, 4, 5]
-    penalised, plain = llm.generate([prompt, prompt], [greedy(repetition_penalty=1e9, max_tokens=20), greedy(max_tokens=20)])
+    penalised, plain = llm.generate(
+        [prompt, prompt], [greedy(repetition_penalty=1e9, max_tokens=20), greedy(max_tokens=20)]
+    )
     tokens = penalised.outputs[0].token_ids
     assert len(set(tokens + prompt)) == 23
     assert plain.outputs[0].token_ids == tiny_llm().generate([prompt], greedy(max_tokens=20))[0].outputs[0].token_ids
@@ -278,7 +290,10 @@ def test_an_error_in_a_step_leaves_a_clean_engine():
     finally:
         norm[:] = saved
     llm.reset_prefix_cache()
-    assert llm.generate([[1, 2, 3]], GREEDY)[0].outputs[0].token_ids == tiny_llm().generate([[1, 2, 3]], GREEDY)[0].outputs[0].token_ids
+    assert (
+        llm.generate([[1, 2, 3]], GREEDY)[0].outputs[0].token_ids
+        == tiny_llm().generate([[1, 2, 3]], GREEDY)[0].outputs[0].token_ids
+    )
 
 
 def test_score_edges():
@@ -298,7 +313,10 @@ def test_no_prompts():
 @pytest.mark.parametrize(
     "call, words",
     [
-        (lambda: tiny_llm(max_model_len=8).generate([[1], [1] * 8], GREEDY), ["prompt 1", "8 tokens", "max_model_len=8"]),
+        (
+            lambda: tiny_llm(max_model_len=8).generate([[1], [1] * 8], GREEDY),
+            ["prompt 1", "8 tokens", "max_model_len=8"],
+        ),
         (lambda: tiny_llm().generate([[]], GREEDY), ["prompt 0 is empty"]),
         (lambda: tiny_llm().generate([[1, 211]], GREEDY), ["211", "0 to 210"]),
         (lambda: tiny_llm().generate([[1, -1]], GREEDY), ["-1"]),

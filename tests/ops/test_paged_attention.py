@@ -9,7 +9,7 @@ from cukit.backend.numpy.attention_core import chunked_attention
 
 
 def direct(q, k, v):
-    """softmax(q k^T / sqrt(D)) v in float64 for one sequence: q (Tq, H, D), k and v (Tk, K, D); also the log-sum-exp (H, Tq)."""
+    """softmax(q k^T / sqrt(D)) v in float64 for q (Tq, H, D), k and v (Tk, K, D); also the log-sum-exp (H, Tq)."""
     q, k, v = (x.astype(np.float64) for x in (q, k, v))
     k, v = (np.repeat(x, q.shape[1] // k.shape[1], axis=1) for x in (k, v))
     scores = np.einsum("ihd,jhd->hij", q, k) * q.shape[-1] ** -0.5
@@ -21,7 +21,7 @@ def direct(q, k, v):
 
 
 class Paged:
-    """Sequences with random q, k, v in a shuffled paged cache whose unused slots are NaN (except block 0: zeros, never written)."""
+    """Sequences with random q, k, v in a shuffled paged cache whose unused slots are NaN."""
 
     def __init__(self, lengths, queries, num_heads, num_kv_heads, head_dim, block_size=4, dtype=np.float64, seed=0):
         rng = np.random.default_rng(seed)
@@ -39,7 +39,8 @@ class Paged:
             self.tables[row, :blocks] = free[taken : taken + blocks]
             taken += blocks
             qkv = rng.normal(size=(length, (num_heads + 2 * num_kv_heads) * head_dim)).astype(dtype)
-            slots = self.tables[row, np.arange(length) // block_size].astype(np.int64) * block_size + np.arange(length) % block_size
+            index, offset = np.divmod(np.arange(length), block_size)
+            slots = self.tables[row, index].astype(np.int64) * block_size + offset
             store_kv(self.k_cache, self.v_cache, qkv, slots, num_heads, num_kv_heads)
             self.qkv.append(qkv)
         self.head_dim = head_dim
@@ -57,7 +58,9 @@ class Paged:
         for row, count in enumerate(self.queries):
             if count:
                 expected = direct(*self.split(row))[0].reshape(count, -1)
-                np.testing.assert_allclose(out[start : start + count].astype(np.float64), expected, atol=tolerance, rtol=tolerance)
+                np.testing.assert_allclose(
+                    out[start : start + count].astype(np.float64), expected, atol=tolerance, rtol=tolerance
+                )
             start += count
 
 
@@ -78,7 +81,9 @@ def test_prefill(shape):
 @pytest.mark.parametrize("lengths", [[5], [1, 4, 8, 3], [17, 300, 2, 255, 256, 257, 513, 17]])
 def test_decode(shape, lengths):
     case = Paged(lengths, [1] * len(lengths), *shape)
-    out = paged_decode_attention(case.packed(), case.k_cache, case.v_cache, case.tables, np.array(lengths, np.int32), shape[0])
+    out = paged_decode_attention(
+        case.packed(), case.k_cache, case.v_cache, case.tables, np.array(lengths, np.int32), shape[0]
+    )
     case.check(out)
 
 
@@ -91,15 +96,18 @@ def test_decode_ghost_rows_and_empty_batch():
     assert not out[3:].any()
     ghosts = np.zeros(2, np.int32)
     assert not paged_decode_attention(qkv[3:], case.k_cache, case.v_cache, tables[3:], ghosts, 4).any()
-    assert paged_decode_attention(qkv[:0], case.k_cache, case.v_cache, tables[:0], np.zeros(0, np.int32), 4).shape == (0, 32)
-    none = paged_prefill_attention(qkv[:0], case.k_cache, case.v_cache, tables[:0], np.zeros(1, np.int32), np.zeros(0, np.int32), 4)
+    nobody = qkv[:0], case.k_cache, case.v_cache, tables[:0]
+    assert paged_decode_attention(*nobody, np.zeros(0, np.int32), 4).shape == (0, 32)
+    none = paged_prefill_attention(*nobody, np.zeros(1, np.int32), np.zeros(0, np.int32), 4)
     assert none.shape == (0, 32)
 
 
 def test_ghost_rows_of_prefill_are_zero():
     case = Paged([5, 3], [5, 3], 4, 2, 8)
     qkv = np.concatenate([case.packed(), np.ones((4, 64))])
-    out = paged_prefill_attention(qkv, case.k_cache, case.v_cache, case.tables, np.array([0, 5, 8], np.int32), np.array([5, 3]), 4)
+    out = paged_prefill_attention(
+        qkv, case.k_cache, case.v_cache, case.tables, np.array([0, 5, 8], np.int32), np.array([5, 3]), 4
+    )
     case.check(out)
     assert not out[8:].any()
 
@@ -115,7 +123,12 @@ def test_decode_equals_prefill_and_training_attention():
     np.testing.assert_allclose(lse[0], expected_lse, rtol=1e-13)
     for position in (0, 3, 255, 256, 300, 511, 512, 520):
         out = paged_decode_attention(
-            case.qkv[0][position : position + 1], case.k_cache, case.v_cache, case.tables, np.array([position + 1]), num_heads
+            case.qkv[0][position : position + 1],
+            case.k_cache,
+            case.v_cache,
+            case.tables,
+            np.array([position + 1]),
+            num_heads,
         )
         np.testing.assert_allclose(out[0], whole[0, position].ravel(), rtol=1e-12, atol=1e-14)
 

@@ -1,4 +1,4 @@
-"""Sampling on the NumPy shelf: the filters against transformers' warpers, the generator against its published answers, the draw."""
+"""Sampling on the NumPy shelf: filters against transformers' warpers, the generator's known answers, the draw."""
 
 import json
 from pathlib import Path
@@ -80,7 +80,7 @@ def test_draw_follows_the_distribution(dtype):
 
 
 def test_draws_of_neighbouring_seeds_and_positions_are_independent():
-    """One seed along positions, and one position along seeds: each pair of neighbours is uniform over the 16 pairs of 4 tokens."""
+    """One seed along positions, and one position along seeds: neighbours are uniform over the 16 pairs of 4 tokens."""
     count = 20_000
     logits = np.zeros((count, 4), np.float32)
     along_positions, _ = draw(logits, seeds=np.full(count, 3, np.uint64), positions=np.arange(count))
@@ -105,7 +105,11 @@ def test_same_draw_whatever_the_batch():
     np.testing.assert_array_equal(their_logprobs, logprobs[order])
     for row in range(33):
         alone, _ = draw(
-            logits[row : row + 1], temperature=temperature[row], top_p=0.9, seeds=seeds[row : row + 1], positions=positions[row : row + 1]
+            logits[row : row + 1],
+            temperature=temperature[row],
+            top_p=0.9,
+            seeds=seeds[row : row + 1],
+            positions=positions[row : row + 1],
         )
         assert alone[0] == tokens[row]
 

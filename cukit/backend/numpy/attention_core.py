@@ -1,8 +1,9 @@
 """The one attention of the NumPy shelf: training, prefill and decode all call `chunked_attention`.
 
-The reduction over keys is the one every kernel follows: chunks of 256 keys at absolute positions, each chunk with its own maximum and
-base-2 exponentials, P rounded to the model's dtype before the product with V, chunks merged from left to right. A masked key adds
-an exact zero, so a query's result depends only on the keys before it and not on what it was batched with.
+The reduction over keys is the one every kernel follows: chunks of 256 keys at absolute positions, each chunk with its
+own maximum and base-2 exponentials, P rounded to the model's dtype before the product with V, chunks merged from left
+to right. A masked key adds an exact zero, so a query's result depends only on the keys before it and not on what it was
+batched with.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ LN_2 = 0.6931471805599453
 def chunked_attention(q, k, v, key_lengths=None):
     """Causal attention of G sequences that have equal query counts: o = softmax(q k^T / sqrt(D)) v.
 
-    q (G, Tq, H, D); k, v (G, Tk, K, D) with K dividing H. key_lengths (G,) says how many of a sequence's Tk keys exist (all by
-    default); query i of a sequence with L keys stands at absolute position L - Tq + i and sees the keys up to there. A query that sees no key gives 0.
-    Returns o (G, Tq, H, D) in q's dtype and lse (G, H, Tq), the natural log-sum-exp of the scaled scores in the accumulation
-    type (float32, or float64 for float64 inputs).
+    q (G, Tq, H, D); k, v (G, Tk, K, D) with K dividing H. key_lengths (G,) says how many of a sequence's Tk keys exist
+    (all by default); query i of a sequence with L keys stands at absolute position L - Tq + i and sees the keys up to
+    there. A query that sees no key gives 0. Returns o (G, Tq, H, D) in q's dtype and lse (G, H, Tq), the natural
+    log-sum-exp of the scaled scores in the accumulation type (float32, or float64 for float64 inputs).
     """
     groups, num_queries, num_heads, head_dim = q.shape
     num_keys, num_kv_heads = k.shape[1], k.shape[2]
@@ -58,7 +59,10 @@ def _visible_keys(groups, num_queries, num_keys, key_lengths):
 
 
 def _one_chunk(rows, keys, values, limits, start, repeats, model_dtype):
-    """Unnormalised attention over keys that begin at absolute position `start`: out (G, K, R*Tq, D), maximum and total (G, K, R*Tq, 1), base 2."""
+    """Unnormalised attention over keys that begin at absolute position `start`.
+
+    Returns out (G, K, R*Tq, D), and maximum and total (G, K, R*Tq, 1) of the scores in base 2.
+    """
     scores = rows @ keys
     scores *= scores.dtype.type(rows.shape[-1] ** -0.5 * LOG2_E)
     if limits is not None:
@@ -72,14 +76,14 @@ def _one_chunk(rows, keys, values, limits, start, repeats, model_dtype):
         maximum[np.isneginf(maximum)] = 0
     scores -= maximum
     weights = np.exp2(scores, out=scores)
-    total = weights @ np.ones((weights.shape[-1], 1), weights.dtype)  # several times quicker than sum() along a short axis
+    total = weights @ np.ones((weights.shape[-1], 1), weights.dtype)  # quicker than sum() along a short axis
     if model_dtype != weights.dtype:
         weights = weights.astype(model_dtype).astype(weights.dtype)
     return weights @ values, maximum, total
 
 
 def _merge_chunks(rows, keys, values, limits, repeats, model_dtype):
-    """Run `_one_chunk` over every chunk of 256 keys and merge left to right; a chunk without a visible key leaves a row's bits as they are."""
+    """`_one_chunk` over every 256 keys, merged left to right; a chunk without a visible key changes no bit of a row."""
     out = maximum = total = None
     num_keys = keys.shape[-1]
     for start in range(0, num_keys, CHUNK_KEYS):

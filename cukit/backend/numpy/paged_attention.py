@@ -1,7 +1,7 @@
-"""Attention over a paged KV cache: keys and values live in blocks of equal size, and a block table lists a sequence's blocks in order.
+"""Attention over a paged KV cache: blocks of equal size hold keys and values, a block table lists a sequence's blocks.
 
-Both entries gather the blocks and call the same `chunked_attention` as training; what is gathered beyond a sequence's length is
-masked and adds an exact zero.
+Both entries gather the blocks and call the same `chunked_attention` as training; what is gathered beyond a sequence's
+length is masked and adds an exact zero.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ _GATHER_ELEMENTS = 1 << 24  # keys of at most about this many elements are gathe
 
 
 def store_kv(k_cache, v_cache, qkv, slot_mapping, num_heads, num_kv_heads):
-    """Write the keys and values of qkv (T, (H + 2K) * D) into the caches (num_blocks, block_size, K, D) at slot_mapping (T) int64, in place.
+    """Write the keys and values of qkv (T, (H + 2K) * D) into the caches (num_blocks, block_size, K, D), in place.
 
-    Slot = block * block_size + offset in the block; -1 = this row is not stored.
+    slot_mapping (T) int64: where each row goes. Slot = block * block_size + offset in the block; -1 = not stored.
     """
     num_blocks, block_size, _, head_dim = k_cache.shape
     rows = qkv.reshape(len(qkv), num_heads + 2 * num_kv_heads, head_dim)
@@ -26,12 +26,15 @@ def store_kv(k_cache, v_cache, qkv, slot_mapping, num_heads, num_kv_heads):
     if len(slots) and slots.min() < 0:
         stored = slots >= 0
         rows, slots = rows[stored], slots[stored]
-    k_cache.reshape(num_blocks * block_size, num_kv_heads, head_dim)[slots] = rows[:, num_heads : num_heads + num_kv_heads]
-    v_cache.reshape(num_blocks * block_size, num_kv_heads, head_dim)[slots] = rows[:, num_heads + num_kv_heads :]
+    shape, values_start = (num_blocks * block_size, num_kv_heads, head_dim), num_heads + num_kv_heads
+    k_cache.reshape(shape)[slots] = rows[:, num_heads:values_start]
+    v_cache.reshape(shape)[slots] = rows[:, values_start:]
 
 
 def copy_blocks(caches, src, dst):
-    """Copy whole blocks src (n) to dst (n) in every layer of caches, a list of (k_cache, v_cache); every source is read before any is written."""
+    """Copy whole blocks src (n) to dst (n) in each (k_cache, v_cache) of caches; a block may be source and target, and
+    every source is read before any is written.
+    """
     src, dst = np.asarray(src), np.asarray(dst)
     if len(src) == 0:
         return
@@ -41,7 +44,7 @@ def copy_blocks(caches, src, dst):
 
 
 def paged_decode_attention(qkv, k_cache, v_cache, block_tables, context_lens, num_heads):
-    """One query a sequence, over its context_lens (B) keys (its own included, stored before). 0 = ghost row, whose result is 0.
+    """One query a sequence, over its context_lens (B) keys: its own is included and stored. 0 = ghost row, result 0.
 
     qkv (B, (H + 2K) * D), of which only the queries are read; block_tables (B, M) int32. Returns (B, H * D).
     """
@@ -56,10 +59,10 @@ def paged_decode_attention(qkv, k_cache, v_cache, block_tables, context_lens, nu
 
 
 def paged_prefill_attention(qkv, k_cache, v_cache, block_tables, cu_seqlens_q, context_lens, num_heads):
-    """Causal attention of packed new queries over all keys of their sequences (those of the new tokens included, stored before).
+    """Causal attention of packed new queries over all keys of their sequences, those of the new tokens included.
 
-    qkv (T, (H + 2K) * D); sequence b has the rows cu_seqlens_q[b] to cu_seqlens_q[b + 1], which are the last ones of its context_lens[b] keys.
-    Returns (T, H * D); rows beyond cu_seqlens_q[-1] are 0.
+    qkv (T, (H + 2K) * D); sequence b has the rows cu_seqlens_q[b] to cu_seqlens_q[b + 1], which are the last ones of
+    its context_lens[b] keys. Returns (T, H * D); rows beyond cu_seqlens_q[-1] are 0.
     """
     head_dim = k_cache.shape[3]
     queries = qkv.reshape(len(qkv), qkv.shape[1] // head_dim, head_dim)[:, :num_heads]
@@ -81,7 +84,7 @@ def paged_prefill_attention(qkv, k_cache, v_cache, block_tables, cu_seqlens_q, c
 
 
 def _decode_groups(lengths, k_cache):
-    """Split the rows into groups to gather at once: rows of about equal length together, so that few masked keys are read."""
+    """Rows to gather at once: those of about equal length together, so that few masked keys are read."""
     block_size = k_cache.shape[1]
     if len(lengths) and lengths.max() <= max(CHUNK_KEYS // 2, 2 * block_size):
         return [np.arange(len(lengths))]
@@ -89,7 +92,7 @@ def _decode_groups(lengths, k_cache):
     groups, start = [], 0
     while start < len(order):
         shortest = max(int(lengths[order[start]]), block_size)
-        # a group ends where a row is a quarter (and at least a block) longer than its shortest, or where it would grow too big
+        # A group ends where a row is a quarter (at least a block) longer than its shortest, or where it grows too big.
         stop = start + int(np.searchsorted(lengths[order[start:]], shortest + max(shortest // 4, block_size), "right"))
         longest = max(1, int(lengths[order[stop - 1]]))
         stop = min(stop, start + max(1, _GATHER_ELEMENTS // (longest * k_cache[0, 0].size)))
@@ -99,7 +102,7 @@ def _decode_groups(lengths, k_cache):
 
 
 def _gather(k_cache, v_cache, block_tables, lengths, rows):
-    """Keys and values (G, n * block_size or less, K, D) of the sequences `rows`; entries beyond a sequence's length are 0."""
+    """Keys and values (G, longest, K, D) of the sequences `rows`; entries beyond a sequence's length are 0."""
     block_size, num_kv_heads, head_dim = k_cache.shape[1:]
     row_lengths = lengths[rows]
     longest = max(1, int(row_lengths.max()))  # a group of ghost rows reads one block, all masked
@@ -110,7 +113,7 @@ def _gather(k_cache, v_cache, block_tables, lengths, rows):
     shape = (len(rows), width * block_size, num_kv_heads, head_dim)
     keys = k_cache[blocks].reshape(shape)[:, :longest]
     values = v_cache[blocks].reshape(shape)[:, :longest]
-    if (row_lengths != longest).any():  # a stale NaN times a weight of 0 would be NaN, so the masked entries are cleared
+    if (row_lengths != longest).any():  # a stale NaN times a weight of 0 would be NaN, so clear what is masked
         beyond = np.arange(longest) >= row_lengths[:, None]
         keys[beyond] = 0
         values[beyond] = 0

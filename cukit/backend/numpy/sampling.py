@@ -1,8 +1,8 @@
 """Draw the next token of every sequence: penalty, bans, temperature, filters, Gumbel-max with a counter generator.
 
-The draw of a row depends on its logits, its parameters, its seed and its position alone: Philox4x32-10 with key = seed and counter =
-(position, id // 4, 0, 0) gives the noise of token `id` in word id % 4. So results do not depend on the batch, on the order of
-admission, on preemption or on replays.
+The draw of a row depends on its logits, its parameters, its seed and its position alone: Philox4x32-10 with key = seed
+and counter = (position, id // 4, 0, 0) gives the noise of token `id` in word id % 4. So results do not depend on the
+batch, on the order of admission, on preemption or on replays.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ def sample(
 ):  # fmt: skip
     """Sample one token a row.
 
-    logits (B, V) in the model's dtype; temperature (B) with 0 = greedy; top_k (B) with 0 = off; top_p (B) with 1 = off; min_p (B) with 0 = off; seeds (B)
-    uint64; positions (B): where in its sequence the drawn token will stand. Ids from vocab_size on are neither drawn nor counted in the
-    normaliser. banned (B, S) int32 or None: ids not to be drawn, -1 = none. repetition_penalty (B) or None, with seen (B, V) bool: tokens that occurred.
-    Returns tokens (B) int32 and logprobs (B): log softmax(logits / temperature) of the token before penalty, bans and filters (temperature 1
-    for greedy rows), in float32 (float64 for float64 logits).
+    logits (B, V) in the model's dtype; temperature (B) with 0 = greedy; top_k (B) with 0 = off; top_p (B) with 1 = off;
+    min_p (B) with 0 = off; seeds (B) uint64; positions (B): where in its sequence the drawn token will stand. Ids from
+    vocab_size on are neither drawn nor counted in the normaliser. banned (B, S) int32 or None: ids not to be drawn, -1
+    = none. repetition_penalty (B) or None, with seen (B, V) bool: tokens that occurred. Returns tokens (B) int32 and
+    logprobs (B): log softmax(logits / temperature) of the token before penalty, bans and filters (temperature 1 for
+    greedy rows), in float32 (float64 for float64 logits).
     """
     logits = np.asarray(logits)[:, :vocab_size]
     logits = logits.astype(np.promote_types(logits.dtype, np.float32), copy=False)
@@ -59,11 +60,12 @@ def sample(
 
 
 def filter_logits(scaled_logits, top_k, top_p, min_p):
-    """Set filtered entries of scaled_logits (B, V) to -inf: top-k, then top-p of what is left, then min-p of what is left.
+    """Set filtered entries of scaled_logits (B, V) to -inf: by top-k, then top-p of the rest, then min-p of the rest.
 
-    top_k (B) int, 0 = off, ties with the k-th value are kept; top_p (B), 1 = off: a token stays while the probability of those
-    above it is below top_p (so at least one does), tokens equal to the last one stay; min_p (B), 0 = off: a token stays if its probability
-    is at least min_p times the largest. Scalars hold for every row. Returns a new array, or the one given if nothing is filtered.
+    top_k (B) int, 0 = off, ties with the k-th value are kept; top_p (B), 1 = off: a token stays while the probability
+    of those above it is below top_p (so at least one does), tokens equal to the last one stay; min_p (B), 0 = off: a
+    token stays if its probability is at least min_p times the largest. Scalars hold for every row. Returns a new array,
+    or the one given if nothing is filtered.
     """
     num_rows, vocab_size = scaled_logits.shape
     top_k, top_p, min_p = (np.broadcast_to(np.asarray(value), (num_rows,)) for value in (top_k, top_p, min_p))
@@ -102,7 +104,8 @@ def _top_p_threshold(logits, top_p):
     threshold = np.empty(len(logits), logits.dtype)
     pending = np.arange(len(logits))
     width = _TOP_P_CANDIDATES
-    while len(pending):  # the nucleus is nearly always among the first few hundred: sort these, and all of a row only where it is not
+    # The nucleus is nearly always among the first few hundred: sort these, and all of a row only where it is not.
+    while len(pending):
         part = logits[pending]
         if width < vocab_size:
             part = np.partition(part, vocab_size - width, axis=1)[:, vocab_size - width :]
@@ -138,21 +141,23 @@ def _gumbel_argmax(logits, seeds, positions):
     for start in range(0, num_rows, step):
         rows = slice(start, start + step)
         words = _philox_words(seeds[rows], positions[rows], vocab_size)
-        # Rounding may give 1, whose noise is -inf; near 0, where the winners are, the float type keeps every bit that matters.
-        uniform = np.minimum((words.astype(logits.dtype) + logits.dtype.type(0.5)) * logits.dtype.type(2.0**-32), almost_one)
+        # Rounding may give 1, whose noise would be -inf; near 0, where the winners are, no bit that matters is lost.
+        uniform = (words.astype(logits.dtype) + logits.dtype.type(0.5)) * logits.dtype.type(2.0**-32)
+        uniform = np.minimum(uniform, almost_one)
         noise = np.log(-np.log1p(-uniform))
         tokens[rows] = (logits[rows] - noise).argmax(axis=1)
     return tokens
 
 
 def _philox_words(seeds, positions, count):
-    """Random words (B, count) uint32: word i of row b is word i % 4 of Philox4x32-10(key = seeds[b], counter = (positions[b], i // 4, 0, 0))."""
+    """Random words (B, count) uint32: word i of row b is word i % 4 of counter (positions[b], i // 4, 0, 0)."""
     seeds = np.asarray(seeds).astype(np.uint64).reshape(-1, 1)
     positions = np.asarray(positions).astype(np.uint64).reshape(-1, 1) & _LOW
     blocks = -(-count // 4)
     zero = np.zeros((1, 1), np.uint64)
     shape = (len(seeds), blocks)
-    counter = (np.broadcast_to(positions, shape), np.broadcast_to(np.arange(blocks, dtype=np.uint64), shape), zero, zero)
+    indices = np.broadcast_to(np.arange(blocks, dtype=np.uint64), shape)
+    counter = (np.broadcast_to(positions, shape), indices, zero, zero)
     words = np.empty((*shape, 4), np.uint32)
     for index, word in enumerate(_philox4x32(counter, seeds & _LOW, seeds >> _SHIFT)):
         words[:, :, index] = word
