@@ -1,0 +1,78 @@
+"""Causal attention of packed sequences: launches kernels/attention.cu. Same functions as the NumPy shelf; the reduction is described in kernels/attention.cuh."""
+
+from functools import cache
+from typing import NamedTuple
+
+import numpy as np
+
+from .device import empty
+from .loader import load
+
+LOG2_E = 1.4426950408889634
+MAX_HEAD_DIM = 256
+
+
+class _Geometry(NamedTuple):
+    """What attention_mma.cuh and attention_ffma.cuh fix for a dtype and head_dim: tile heights, threads a block, bytes of dynamic shared memory."""
+
+    query_tile: int
+    threads: int
+    forward_shared: int
+    query_gradient_shared: int
+    key_gradient_shared: int
+
+
+@cache
+def _geometry(dtype, head_dim) -> _Geometry:
+    if dtype == np.float32:
+        return _Geometry(4, 128, 0, 0, 0)
+    padded = -(-head_dim // 16) * 16
+    row, step = 2 * (padded + 8), 32
+    warps, key_tile, stages, running = (2, 32, 1, 2 * 16 * padded * 4) if padded > 128 else (4, 64, 2, 0)
+    return _Geometry(16 * warps, 32 * warps,
+                     (16 * warps + stages * 2 * key_tile) * row + running,
+                     stages * 2 * step * row,
+                     (2 * 16 * warps + stages * 2 * step) * row + stages * 2 * step * 4)
+
+
+def _head_dim(qkv, num_heads, num_kv_heads) -> int:
+    """D of qkv (T, (H + 2K)·D), checked."""
+    if qkv.ndim != 2 or num_heads % num_kv_heads or qkv.shape[1] % (num_heads + 2 * num_kv_heads):
+        raise ValueError(f"attention: qkv of shape {qkv.shape} does not hold {num_heads} query and {num_kv_heads} key heads: want (T, (H + 2K)·D), K dividing H")
+    head_dim = qkv.shape[1] // (num_heads + 2 * num_kv_heads)
+    if head_dim % 4 or not 0 < head_dim <= MAX_HEAD_DIM:
+        raise ValueError(f"attention: head_dim {head_dim} is not supported on cuda: a multiple of 4 up to {MAX_HEAD_DIM}, or device cpu")
+    return head_dim
+
+
+def _pieces(total_tokens, num_seqs, rows) -> int:
+    """How many piece numbers cover any packing of total_tokens tokens into num_seqs sequences (find_piece in attention.cuh)."""
+    return total_tokens // rows + num_seqs + 1
+
+
+def attention_forward(qkv, cu_seqlens, num_heads, num_kv_heads):
+    """Returns o (T, H·D) and lse (T, H), the base-e log-sum-exp of the scaled scores. Rows from cu_seqlens[-1] on are 0."""
+    head_dim, total, num_seqs = _head_dim(qkv, num_heads, num_kv_heads), len(qkv), len(cu_seqlens) - 1
+    o, lse = empty((total, num_heads * head_dim), qkv.dtype), empty((total, num_heads), np.float32)
+    if total:
+        geometry = _geometry(qkv.dtype, head_dim)
+        load("attention", qkv.dtype, HEAD_DIM=head_dim).attention_forward(
+            _pieces(total, num_seqs, geometry.query_tile) * num_heads, geometry.threads, o, lse, qkv, cu_seqlens, total, num_seqs,
+            num_heads, num_kv_heads, LOG2_E * head_dim**-0.5, shared=geometry.forward_shared)
+    return o, lse
+
+
+def attention_backward(do, qkv, o, lse, cu_seqlens, num_heads, num_kv_heads):
+    """dqkv like qkv. P is rebuilt from lse; P and dS are rounded to the model's dtype before their products (Dao 2023, FlashAttention-2)."""
+    head_dim, total, num_seqs = _head_dim(qkv, num_heads, num_kv_heads), len(qkv), len(cu_seqlens) - 1
+    dqkv, delta = empty(qkv.shape, qkv.dtype), empty((total, num_heads), np.float32)
+    if do.shape != o.shape or o.shape != (total, num_heads * head_dim) or lse.shape != delta.shape:
+        raise ValueError(f"attention: do {do.shape}, o {o.shape}, lse {lse.shape}: want (T, H·D) twice and (T, H), with T = {total}, H = {num_heads}, D = {head_dim}")
+    if total:
+        geometry, kernels = _geometry(qkv.dtype, head_dim), load("attention", qkv.dtype, HEAD_DIM=head_dim)
+        kernels.attention_delta(-(-total * num_heads // 4), 128, delta, do, o, total * num_heads)
+        pieces = _pieces(total, num_seqs, geometry.query_tile)
+        rest = (dqkv, do, qkv, lse, delta, cu_seqlens, total, num_seqs, num_heads, num_kv_heads, head_dim**-0.5)
+        kernels.attention_backward_kv(pieces * num_kv_heads, geometry.threads, *rest, shared=geometry.key_gradient_shared)
+        kernels.attention_backward_q(pieces * num_heads, geometry.threads, *rest, shared=geometry.query_gradient_shared)
+    return dqkv

@@ -1,0 +1,152 @@
+// Attention in float32 without tensor cores (see attention.cuh): right for every head_dim, not tuned. One warp a query row (or, for dk and dv,
+// a key row); lane i holds the elements i, i + 32, … of a row of D values. In a chunk of keys a tile is 32 keys, one a lane.
+#pragma once
+
+#include "attention.cuh"
+
+constexpr int ATTENTION_THREADS = 128;
+constexpr int QUERY_TILE = ATTENTION_THREADS / WARP;  // one row a warp
+constexpr int KEY_ROWS = QUERY_TILE;
+constexpr int CHUNK_THREADS = 32;
+constexpr int SHARE = (HEAD_DIM + WARP - 1) / WARP;
+
+// This lane's share of a row, zeros past its end (or where the row is null).
+__device__ __forceinline__ void load_share(float (&x)[SHARE], const float* row) {
+#pragma unroll
+    for (int i = 0; i < SHARE; ++i) x[i] = row != nullptr && lane() + i * WARP < HEAD_DIM ? row[lane() + i * WARP] : 0.f;
+}
+
+__device__ __forceinline__ void store_share(float* row, const float (&x)[SHARE], float factor) {
+#pragma unroll
+    for (int i = 0; i < SHARE; ++i)
+        if (lane() + i * WARP < HEAD_DIM) row[lane() + i * WARP] = __fmul_rn(x[i], factor);
+}
+
+__device__ __forceinline__ void clear_share(float (&x)[SHARE]) {
+#pragma unroll
+    for (int i = 0; i < SHARE; ++i) x[i] = 0.f;
+}
+
+__device__ __forceinline__ float dot_share(const float (&x)[SHARE], const float (&y)[SHARE]) {
+    float sum = 0.f;
+#pragma unroll
+    for (int i = 0; i < SHARE; ++i) sum = __fmaf_rn(x[i], y[i], sum);
+    return warp_sum(sum);
+}
+
+// Unnormalised attention of one query over keys first ... end - 1, which lie in one chunk.
+template <class Rows>
+__device__ __forceinline__ void attend_row(float (&out)[SHARE], float& maximum, float& total, const float* q, const Rows& keys, const Rows& values,
+                                           int first, int end, float scale) {
+    clear_share(out);
+    maximum = -INFINITY;
+    total = 0.f;
+    for (int tile = first; tile < end; tile += WARP) {
+        const int key = tile + lane();
+        float score = -INFINITY;
+        if (key < end) {
+            const float* k = keys.row(key);
+            float sum = 0.f;
+            for (int d = 0; d < HEAD_DIM; ++d) sum = __fmaf_rn(q[d], k[d], sum);
+            score = __fmul_rn(sum, scale);
+        }
+        const float highest = fmaxf(maximum, warp_max(score));
+        const float weight = exp2f(__fsub_rn(score, highest)), factor = exp2f(__fsub_rn(maximum, highest));  // a tile has a visible key
+        maximum = highest;
+        total = __fmaf_rn(total, factor, warp_sum(weight));
+#pragma unroll
+        for (int i = 0; i < SHARE; ++i) out[i] = __fmul_rn(out[i], factor);
+        for (int j = 0; j < min(WARP, end - tile); ++j) {
+            const float shared_weight = __shfl_sync(FULL_MASK, weight, j);
+            float v[SHARE];
+            load_share(v, values.row(tile + j));
+#pragma unroll
+            for (int i = 0; i < SHARE; ++i) out[i] = __fmaf_rn(shared_weight, v[i], out[i]);
+        }
+    }
+}
+
+// As in attention_mma.cuh: query i of the sequence stands at position offset + i. This warp takes query first + warp.
+template <class Rows>
+__device__ __forceinline__ void attend_queries(float* o, long long o_stride, float* lse, long long lse_stride, const PackedRows& q,
+                                               const Rows& keys, const Rows& values, int first, int count, int offset, float scale) {
+    const int row = first + threadIdx.x / WARP;
+    if (row >= count) return;
+    float running[SHARE], maximum = -INFINITY, total = 0.f;
+    clear_share(running);
+    for (int chunk = 0; chunk <= offset + row; chunk += CHUNK_KEYS) {
+        float out[SHARE], chunk_maximum, chunk_total, left, right;
+        attend_row(out, chunk_maximum, chunk_total, q.row(row), keys, values, chunk, min(chunk + CHUNK_KEYS, offset + row + 1), scale);
+        merge_totals(maximum, total, chunk_maximum, chunk_total, left, right);
+#pragma unroll
+        for (int i = 0; i < SHARE; ++i) running[i] = merge_value(running[i], out[i], left, right);
+    }
+    store_share(o + row * o_stride, running, reciprocal_total(total));
+    if (lse != nullptr && lane() == 0) lse[row * lse_stride] = natural_lse(maximum, total);
+}
+
+// As in attention_mma.cuh: the query rows q + r * HEAD_DIM, r < count, over keys first ... end - 1 of one chunk.
+__device__ __forceinline__ void attend_chunk(float* out, float2* stats, long long stride, const float* q, int count, const PagedRows& keys,
+                                             const PagedRows& values, int first, int end, float scale) {
+    for (int r = 0; r < count; ++r) {
+        float row[SHARE], maximum, total;
+        attend_row(row, maximum, total, q + r * HEAD_DIM, keys, values, first, end, scale);
+        store_share(out + r * stride * HEAD_DIM, row, 1.f);
+        if (lane() == 0) stats[r * stride] = make_float2(maximum, total);
+    }
+}
+
+// P and dS of one query and one key, by natural exponentials as in NumPy.
+__device__ __forceinline__ void weigh(float& p, float& ds, const float (&q)[SHARE], const float (&k)[SHARE], const float (&do_row)[SHARE],
+                                      const float (&v)[SHARE], float scale, float lse, float delta) {
+    p = expf(__fsub_rn(__fmul_rn(dot_share(q, k), scale), lse));
+    ds = __fmul_rn(p, __fsub_rn(dot_share(do_row, v), delta));
+}
+
+// dq of query first + warp of one head.
+__device__ __forceinline__ void gradient_of_queries(const Sequence& sequence, int head, int first) {
+    const int kv_head = head / (sequence.num_heads / sequence.num_kv_heads), row = first + threadIdx.x / WARP;
+    if (row >= sequence.length) return;
+    const PackedRows keys = sequence.head(sequence.num_heads + kv_head), values = sequence.head(sequence.num_heads + sequence.num_kv_heads + kv_head);
+    const long long at = (long long)row * sequence.num_heads + head;
+    float q[SHARE], do_row[SHARE], k[SHARE], v[SHARE], dq[SHARE];
+    load_share(q, sequence.head(head).row(row));
+    load_share(do_row, sequence.head_do(head).row(row));
+    clear_share(dq);
+    for (int key = 0; key <= row; ++key) {
+        float p, ds;
+        load_share(k, keys.row(key));
+        load_share(v, values.row(key));
+        weigh(p, ds, q, k, do_row, v, sequence.scale, sequence.lse[at], sequence.delta[at]);
+#pragma unroll
+        for (int i = 0; i < SHARE; ++i) dq[i] = __fmaf_rn(ds, k[i], dq[i]);
+    }
+    store_share(sequence.gradient(head, row), dq, sequence.scale);
+}
+
+// dk and dv of key first + warp of one kv head.
+__device__ __forceinline__ void gradient_of_keys(const Sequence& sequence, int kv_head, int first) {
+    const int group = sequence.num_heads / sequence.num_kv_heads, key = first + threadIdx.x / WARP;
+    const int key_head = sequence.num_heads + kv_head, value_head = key_head + sequence.num_kv_heads;
+    if (key >= sequence.length) return;
+    float q[SHARE], do_row[SHARE], k[SHARE], v[SHARE], dk[SHARE], dv[SHARE];
+    load_share(k, sequence.head(key_head).row(key));
+    load_share(v, sequence.head(value_head).row(key));
+    clear_share(dk);
+    clear_share(dv);
+    for (int head = kv_head * group; head < (kv_head + 1) * group; ++head)
+        for (int row = key; row < sequence.length; ++row) {
+            const long long at = (long long)row * sequence.num_heads + head;
+            float p, ds;
+            load_share(q, sequence.head(head).row(row));
+            load_share(do_row, sequence.head_do(head).row(row));
+            weigh(p, ds, q, k, do_row, v, sequence.scale, sequence.lse[at], sequence.delta[at]);
+#pragma unroll
+            for (int i = 0; i < SHARE; ++i) {
+                dv[i] = __fmaf_rn(p, do_row[i], dv[i]);
+                dk[i] = __fmaf_rn(ds, q[i], dk[i]);
+            }
+        }
+    store_share(sequence.gradient(key_head, key), dk, sequence.scale);
+    store_share(sequence.gradient(value_head, key), dv, 1.f);
+}
