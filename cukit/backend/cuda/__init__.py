@@ -1,1 +1,49 @@
-"""The CUDA backend: the same names as the NumPy shelf, launching kernels/*.cu."""
+"""The CUDA backend: the same names as the NumPy shelf, launching kernels/*.cu (and cuBLAS) through CuPy. One process drives one card.
+
+CUKIT_CHECK=1 runs every call on the NumPy shelf too and compares; CUKIT_LOG=1 writes each launch to stderr before it happens.
+"""
+
+import os
+
+from .activation import silu_mul_backward, silu_mul_forward
+from .attention import attention_backward, attention_forward
+from .device import accumulator, array, default_dtype, dtype_of, empty, memory_info, name, synchronize, to_numpy, zeros
+from .embedding import embedding_backward, embedding_forward
+from .linear import linear_backward_bias, linear_backward_input, linear_backward_weight, linear_forward
+from .loss import token_logprobs_backward, token_logprobs_forward
+from .norm import add_rms_norm_backward, add_rms_norm_forward, rms_norm_backward, rms_norm_forward
+from .optimizer import adamw_step, sum_of_squares
+from .paged_attention import copy_blocks, paged_decode_attention, paged_prefill_attention, store_kv
+from .policy_loss import policy_loss_forward
+from .rope import qk_norm_rope_backward, qk_norm_rope_forward
+from .sampling import filter_logits, sample
+
+__all__ = [
+    "accumulator", "adamw_step", "add_rms_norm_backward", "add_rms_norm_forward", "array", "attention_backward", "attention_forward",
+    "copy_blocks", "default_dtype", "dtype_of", "embedding_backward", "embedding_forward", "empty", "filter_logits",
+    "linear_backward_bias", "linear_backward_input", "linear_backward_weight", "linear_forward", "memory_info", "name",
+    "paged_decode_attention", "paged_prefill_attention", "policy_loss_forward", "qk_norm_rope_backward", "qk_norm_rope_forward",
+    "rms_norm_backward", "rms_norm_forward", "sample", "silu_mul_backward", "silu_mul_forward", "store_kv", "sum_of_squares",
+    "synchronize", "to_numpy", "token_logprobs_backward", "token_logprobs_forward", "zeros",
+]
+
+
+def problem() -> str | None:
+    """Why kernels cannot run on this machine, in one phrase, or None if they can."""
+    import cupy
+
+    try:
+        if not cupy.cuda.runtime.getDeviceCount():
+            return "no GPU is visible (is CUDA_VISIBLE_DEVICES set?)"
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        return f"the driver refuses: {error}"
+    capability = cupy.cuda.Device().compute_capability
+    if int(capability) < 80:
+        return f"the GPU's compute capability {capability[:-1]}.{capability[-1]} is below 8.0 (A100)"
+    return None
+
+
+if os.environ.get("CUKIT_CHECK") == "1":
+    import importlib
+
+    importlib.import_module(__name__ + ".checked").wrap(globals())

@@ -136,7 +136,7 @@ class Kernel:
 
     def _wait(self):
         stream = cp.cuda.get_current_stream()
-        if stream.is_capturing:
+        if stream.is_capturing():
             return
         try:
             stream.synchronize()

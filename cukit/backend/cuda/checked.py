@@ -1,0 +1,96 @@
+"""CUKIT_CHECK=1: every array function of the CUDA shelf also runs on the NumPy shelf, and its results are compared.
+
+The rule is the kernel tests': truth is NumPy in float64, the yardstick NumPy in the given dtypes; the kernel may be twice as far
+from the truth as the yardstick, plus one ulp at the largest value. Slow, for debugging; kernels also wait after each launch.
+"""
+
+import functools
+import importlib
+import sys
+
+import cupy as cp
+import numpy as np
+
+NOT_COMPARED = {"accumulator", "array", "dtype_of", "empty", "memory_info", "synchronize", "to_numpy", "zeros"}
+_MANTISSA_BITS = {"bfloat16": 7, "float16": 10, "float32": 23, "float64": 52}
+
+
+class KernelMismatch(AssertionError):
+    """A kernel's result is farther from the truth than NumPy's arithmetic explains."""
+
+
+def wrap(namespace):
+    """Replace the functions of the shelf's namespace by ones that compare."""
+    reference = importlib.import_module("cukit.backend.numpy")  # by name: the shelves do not import each other
+    for name in namespace["__all__"]:
+        if name not in NOT_COMPARED and callable(namespace[name]):
+            namespace[name] = _comparing(name, namespace[name], getattr(reference, name))
+
+
+def _comparing(name, function, reference):
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        given = (args, kwargs)
+        near, true = _on_host(given, {}, False), _on_host(given, {}, True)
+        found = function(*args, **kwargs)
+        near_found, true_found = reference(*near[0], **near[1]), reference(*true[0], **true[1])
+        # results, then the arguments, some of which are written
+        got, expected, exact = ([*_arrays(x)] for x in ((found, given), (near_found, near), (true_found, true)))
+        if len(got) != len(expected):
+            raise KernelMismatch(f"{name}: {len(got)} arrays on cuda, {len(expected)} on numpy")
+        for index, (a, b, c) in enumerate(zip(got, expected, exact)):
+            _compare(f"{name}, array {index} of results and arguments", cp.asnumpy(a), np.asarray(b), np.asarray(c))
+        return found
+
+    return call
+
+
+def _on_host(value, seen, precise):
+    """A copy of nested arguments for NumPy; one array that stands in two places stays one. precise: floats as float64."""
+    if isinstance(value, cp.ndarray):
+        if id(value) not in seen:
+            host = cp.asnumpy(value)
+            seen[id(value)] = host.astype(np.float64) if precise and _is_float(host) else host
+        return seen[id(value)]
+    if isinstance(value, dict):
+        return {key: _on_host(item, seen, precise) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_on_host(item, seen, precise) for item in value)
+    return value
+
+
+def _arrays(value):
+    """The arrays (and numbers) in nested results, in order."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _arrays(item)
+    elif isinstance(value, (cp.ndarray, np.ndarray, np.generic, float)):
+        yield value if isinstance(value, cp.ndarray) else np.asarray(value)
+
+
+def _is_float(array):
+    return array.dtype.name in _MANTISSA_BITS
+
+
+def _compare(what, got, near, true):
+    if got.shape != near.shape:
+        raise KernelMismatch(f"{what}: shape {got.shape} on cuda, {near.shape} on numpy")
+    if not got.size:
+        return
+    if not _is_float(got):
+        different = np.count_nonzero(got != near)
+        if different:  # a draw or a filter can fall on the other side of a tie by rounding: said, not raised
+            print(f"CUKIT_CHECK: {what}: {different} of {got.size} entries differ from NumPy's", file=sys.stderr)
+        return
+    got64, near64, true64 = (x.astype(np.float64) for x in (got, near, true))
+    if not np.array_equal(np.isfinite(got64), np.isfinite(near64)):
+        raise KernelMismatch(f"{what}: non-finite values where NumPy has none, or the reverse")
+    finite = np.isfinite(got64) & np.isfinite(true64)
+    if finite.any():
+        error, yardstick = np.abs(got64 - true64)[finite].max(), np.abs(near64 - true64)[finite].max()
+        largest = max(np.abs(true64)[finite].max(), 1e-30)
+        allowed = 2 * yardstick + 2.0 ** (np.floor(np.log2(largest)) - _MANTISSA_BITS[got.dtype.name])
+        if error > allowed:
+            raise KernelMismatch(f"{what} ({got.dtype}, shape {got.shape}): error {error:.3e}, allowed {allowed:.3e}")

@@ -1,0 +1,59 @@
+"""Matrix products by cuBLAS. x (T, I), w (O, I), bias (O,), y and dy (T, O). Half types are summed in float32 and rounded once.
+
+cuBLAS reads by columns: a C-contiguous (R, C) array is to it a (C, R) matrix, so every product is asked for transposed.
+"""
+
+from .columns import add_column_sums
+from .cublas import gemm, linear_product
+from .device import empty
+from .exact import rows_to_run
+from .loader import load
+
+
+def linear_forward(x, w, bias=None):
+    """y = x wᵀ + bias. A row's bits do not depend on the other rows nor on their number (see exact.py)."""
+    _check("linear_forward", x, w, x.shape[1], w.shape[1])
+    if bias is not None and (bias.shape != (w.shape[0],) or bias.dtype != w.dtype):
+        raise ValueError(f"bias {bias.shape} {bias.dtype} does not fit w {w.shape} {w.dtype}")
+    rows = len(x)
+    run = rows_to_run(rows, w.shape[0], w.shape[1], x.dtype, bias is not None)
+    if run == rows:
+        return linear_product(x, w, bias)
+    padded = empty((run, x.shape[1]), x.dtype)
+    blocks = -(-padded.nbytes // (16 * 256))
+    load("embedding", x.dtype).pad_rows(blocks, 256, padded, x, x.size, padded.size)
+    return linear_product(padded, w, bias)[:rows]
+
+
+def linear_backward_input(dy, w):
+    """dx = dy w."""
+    _check("linear_backward_input", dy, w, dy.shape[1], w.shape[0])
+    (rows, outs), cols = dy.shape, w.shape[1]
+    dx = empty((rows, cols), dy.dtype)
+    if dx.size:
+        gemm(0, 0, cols, rows, outs, w, dy, 0, dx)
+    return dx
+
+
+def linear_backward_weight(dw, dy, x):
+    """dw += dyᵀ x, in dw's dtype."""
+    _check("linear_backward_weight", dy, x, len(dy), len(x))
+    outs, cols = dy.shape[1], x.shape[1]
+    if dw.shape != (outs, cols) or not dw._c_contiguous:
+        raise ValueError(f"dw {dw.shape} does not fit dy {dy.shape} and x {x.shape}, or is not C-contiguous")
+    if x.size:
+        gemm(0, 1, cols, outs, len(x), x, dy, 1, dw)
+
+
+def linear_backward_bias(db, dy):
+    """db += sum of dy over its rows."""
+    if db.shape != (dy.shape[1],):
+        raise ValueError(f"db {db.shape} does not fit dy {dy.shape}")
+    add_column_sums(db, dy)
+
+
+def _check(what, a, b, a_inner, b_inner):
+    if a_inner != b_inner or a.dtype != b.dtype:
+        raise ValueError(f"{what}: {a.shape} {a.dtype} and {b.shape} {b.dtype} do not fit")
+    if not (a._c_contiguous and b._c_contiguous):
+        raise ValueError(f"{what} needs C-contiguous arrays, got strides {a.strides} and {b.strides}")

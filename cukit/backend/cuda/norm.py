@@ -1,0 +1,60 @@
+"""RMSNorm over the last axis: y = x / sqrt(mean(x²) + eps) · w. x (R, C), w (C,), rstd (R, 1) in float32. Kernels: norm.cu."""
+
+from .columns import add_columns
+from .device import empty
+from .loader import load
+
+MAX_COLUMNS = 24 * 1024  # the backward pass keeps a float a column in shared memory; 96 KB is what the smallest card has
+BACKWARD_THREADS = 132 * 1024  # threads in flight in the backward pass: half of what an H100 holds, so partial sums stay small
+
+
+def rms_norm_forward(x, w, eps):
+    """Returns y like x, and rstd."""
+    rows, cols = _rows_cols(x, w)
+    y, rstd = empty(x.shape, x.dtype), empty((*x.shape[:-1], 1), "float32")
+    load("norm", x.dtype).rms_norm_forward(rows, _threads(x), y, rstd, x, w, cols, eps)
+    return y, rstd
+
+
+def rms_norm_backward(dw, dy, x, w, rstd):
+    """Returns dx like x; adds to dw unless it is None. x̂ = x·rstd: dx = rstd·(dy·w − x̂·mean(dy·w·x̂))."""
+    return add_rms_norm_backward(dw, dy, None, x, w, rstd)
+
+
+def add_rms_norm_forward(x, residual, w, eps):
+    """summed = x + residual (rounded to x's dtype), y = rms_norm(summed). Returns y, summed, rstd."""
+    rows, cols = _rows_cols(x, w)
+    if residual.shape != x.shape:
+        raise ValueError(f"residual of shape {residual.shape} does not fit x of shape {x.shape}")
+    y, summed, rstd = empty(x.shape, x.dtype), empty(x.shape, x.dtype), empty((*x.shape[:-1], 1), "float32")
+    load("norm", x.dtype).add_rms_norm_forward(rows, _threads(x), y, summed, rstd, x, residual, w, cols, eps)
+    return y, summed, rstd
+
+
+def add_rms_norm_backward(dw, dy, dsummed, summed, w, rstd):
+    """The gradient of both x and residual: dsummed (or None) + what comes through the norm."""
+    rows, cols = _rows_cols(summed, w)
+    if dy.shape != summed.shape or (dsummed is not None and dsummed.shape != summed.shape) or rstd.size != rows:
+        raise ValueError(f"gradients do not fit the input of shape {summed.shape}: dy {dy.shape}, rstd {rstd.shape}")
+    threads = _threads(summed)
+    blocks = min(rows, BACKWARD_THREADS // threads)
+    dx, partial = empty(summed.shape, summed.dtype), None if dw is None else empty((blocks, cols), "float32")
+    shared = -(-cols * 4 // 32) * 32
+    load("norm", summed.dtype).rms_norm_backward(blocks, threads, dx, partial, dy, dsummed, summed, w, rstd, rows, cols, shared=shared)
+    if dw is not None:
+        add_columns(dw, partial)
+    return dx
+
+
+def _threads(x):
+    """The threads of one row's block, from its columns alone: a multiple of 32, at most 512, each with the same number of vectors."""
+    vectors = -(-x.shape[-1] * x.itemsize // 16)
+    rounds = -(-vectors // 512)
+    return max(32, -(-vectors // (32 * rounds)) * 32)
+
+
+def _rows_cols(x, w):
+    cols = x.shape[-1]
+    if w.shape != (cols,) or not 0 < cols <= MAX_COLUMNS:
+        raise ValueError(f"rms_norm of {cols} columns with a weight of shape {w.shape}: want ({cols},), and at most {MAX_COLUMNS} columns")
+    return x.size // cols, cols

@@ -1,0 +1,62 @@
+"""The q/k norm of Qwen3 (optional) and the rotary embedding, in one pass over the fused projection. Kernels: rope.cu.
+
+qkv (T, (H + 2K)·D) holds the heads of q, then of k, then of v. Positions index the tables cos, sin (P, D/2), float32.
+"""
+
+from .columns import add_columns
+from .device import empty
+from .loader import load
+
+THREADS = 128
+BACKWARD_BLOCKS = 528  # of each kind of head; four a multiprocessor on an H100
+
+
+def qk_norm_rope_forward(qkv, q_weight, k_weight, cos, sin, positions, num_heads, num_kv_heads, eps):
+    """Returns (out like qkv, rstd (T, H + K, 1) or None). v is copied; q_weight, k_weight (D,) or None for no norm."""
+    tokens, head_dim = _sizes(qkv, cos, sin, positions, num_heads, num_kv_heads)
+    kernels, groups = _kernels(qkv, head_dim)
+    out, rstd = empty(qkv.shape, qkv.dtype), None
+    if q_weight is not None:
+        rstd = empty((tokens, num_heads + num_kv_heads, 1), "float32")
+    blocks = -(-tokens * (num_heads + 2 * num_kv_heads) // groups)
+    kernels.qk_norm_rope_forward(blocks, THREADS, out, rstd, qkv, q_weight, k_weight, cos, sin, positions, tokens, num_heads, num_kv_heads,
+                                 head_dim, eps)
+    return out, rstd
+
+
+def qk_norm_rope_backward(dq_weight, dk_weight, dout, qkv, q_weight, k_weight, rstd, cos, sin, positions, num_heads, num_kv_heads):
+    """dqkv like qkv; adds to dq_weight, dk_weight (unless None)."""
+    tokens, head_dim = _sizes(qkv, cos, sin, positions, num_heads, num_kv_heads)
+    if dout.shape != qkv.shape:
+        raise ValueError(f"dout of shape {dout.shape} does not fit qkv of shape {qkv.shape}")
+    kernels, groups = _kernels(qkv, head_dim)
+    blocks = min(-(-tokens * max(num_heads, num_kv_heads) // groups), BACKWARD_BLOCKS)
+    dqkv, partial = empty(qkv.shape, qkv.dtype), None
+    if q_weight is not None and dq_weight is not None:
+        partial = empty((2, blocks, head_dim), "float32")
+    kernels.qk_norm_rope_backward((blocks, 3), THREADS, dqkv, partial, dout, qkv, q_weight, k_weight, rstd, cos, sin, positions, tokens,
+                                  num_heads, num_kv_heads, head_dim)
+    if partial is not None:
+        add_columns(dq_weight, partial[0])
+        add_columns(dk_weight, partial[1])
+    return dqkv
+
+
+def _kernels(qkv, head_dim):
+    """The kernels for this head_dim, and the heads that one of their blocks does at a time (rope.cu's GROUPS)."""
+    limit = 64 if head_dim <= 64 else 128 if head_dim <= 128 else 256
+    lanes = min(8, limit // 2 * qkv.itemsize // 16)
+    return load("rope", qkv.dtype, HEAD_LIMIT=limit), THREADS // lanes
+
+
+def _sizes(qkv, cos, sin, positions, num_heads, num_kv_heads):
+    """T and D."""
+    heads = num_heads + 2 * num_kv_heads
+    tokens, head_dim = len(qkv), qkv.shape[1] // heads
+    if head_dim * heads != qkv.shape[1] or head_dim % 2 or not 0 < head_dim <= 256:
+        raise ValueError(f"qkv of shape {qkv.shape} with {heads} heads: want head_dim even and at most 256, got {qkv.shape[1] / heads:g}")
+    if len(positions) != tokens or cos.shape[1:] != (head_dim // 2,) or cos.shape != sin.shape:
+        raise ValueError(f"{len(positions)} positions, cos {cos.shape} and sin {sin.shape} do not fit {tokens} tokens and head_dim {head_dim}")
+    if tokens * heads >= 2**31:
+        raise ValueError(f"{tokens} tokens with {heads} heads are too many for one call: at most 2^31 heads together")
+    return tokens, head_dim

@@ -1,0 +1,102 @@
+// Rows of a table (V, C) by ids (T,), and the sum of gradients back into the table's float gradient; also the row copies that
+// linear needs (a bias in every row, rows with zeros below). No atomics: equal ids are added in the order of t.
+// specialise: SCALAR=bf16,f16,f32
+// arch: sm_80 sm_89 sm_90a sm_100 sm_120
+#include "common.cuh"
+
+constexpr int THREADS = 128;
+
+// to (C) = from (C), by the whole block
+__device__ inline void copy_row(SCALAR* to, const SCALAR* from, int C, bool vectorised) {
+    if (vectorised)
+        for (int c = threadIdx.x * VECTOR; c < C; c += blockDim.x * VECTOR) store_vec(to + c, load_vec<VECTOR>(from + c));
+    else
+        for (int c = threadIdx.x; c < C; c += blockDim.x) to[c] = from[c];
+}
+
+// y[t] = table[ids[t]]; a block a row
+extern "C" __global__ void embedding_forward(SCALAR* y, const SCALAR* table, const int* ids, int C) {
+    copy_row(y + (long long)blockIdx.x * C, table + (long long)ids[blockIdx.x] * C, C,
+             C % VECTOR == 0 && aligned16(y) && aligned16(table));
+}
+
+// y[t] = row; a block a row
+extern "C" __global__ void broadcast_row(SCALAR* y, const SCALAR* row, int C) {
+    copy_row(y + (long long)blockIdx.x * C, row, C, C % VECTOR == 0 && aligned16(y) && aligned16(row));
+}
+
+// out[0 … used - 1] = x, then zeros up to total; a thread does VECTOR elements
+extern "C" __global__ void pad_rows(SCALAR* out, const SCALAR* x, long long used, long long total) {
+    const long long first = ((long long)blockIdx.x * blockDim.x + threadIdx.x) * VECTOR;
+    if (used % VECTOR == 0 && total % VECTOR == 0 && aligned16(out) && aligned16(x)) {
+        if (first < total) store_vec(out + first, first < used ? load_vec<VECTOR>(x + first) : Vec<SCALAR, VECTOR>{});
+    } else {
+        for (int i = 0; i < VECTOR; i++)
+            if (first + i < total) out[first + i] = first + i < used ? x[first + i] : from_float<SCALAR>(0.0f);
+    }
+}
+
+// dtable[id] += the sum of dy[t] over the t with ids[t] == id. Block (t, part of the columns), THREADS · VECTOR columns a part: the block of an
+// id's first t does the id, the others leave. Every block reads ids (T), which is cheap (64 KB at T = 16,384, from L1) next to a
+// sort and needs neither memory nor a wait for the host.
+extern "C" __global__ void __launch_bounds__(THREADS)
+embedding_backward(float* dtable, const SCALAR* __restrict__ dy, const int* __restrict__ ids, int T, int C) {
+    constexpr int EACH = 4, TILE = THREADS * EACH, WARPS = THREADS / WARP;
+    __shared__ int matches[TILE];
+    __shared__ int warp_counts[WARPS];
+    const int leader = blockIdx.x, id = ids[leader], thread = threadIdx.x, lane = thread % WARP, warp = thread / WARP;
+    for (int base = 0; base < leader; base += TILE) {
+        bool earlier = false;
+        for (int k = 0; k < EACH; k++) {
+            const int t = base + k * THREADS + thread;
+            earlier |= t < leader && ids[t] == id;
+        }
+        if (__syncthreads_or(earlier)) return;
+    }
+
+    const bool vectorised = C % VECTOR == 0 && aligned16(dy);
+    const int col = (blockIdx.y * THREADS + thread) * VECTOR;
+    float sum[VECTOR] = {};
+    for (int base = leader / TILE * TILE; base < T; base += TILE) {
+        const int t = base + thread * EACH;  // EACH neighbours a thread, so that threads in order are ids in order
+        int count = 0;
+        bool match[EACH];
+#pragma unroll
+        for (int k = 0; k < EACH; k++) {
+            match[k] = t + k < T && ids[t + k] == id;
+            count += match[k];
+        }
+        if (!__syncthreads_or(count)) continue;
+        int place = count;  // inclusive prefix sum over the warp
+#pragma unroll
+        for (int offset = 1; offset < WARP; offset *= 2) {
+            const int below = __shfl_up_sync(FULL_MASK, place, offset);
+            if (lane >= offset) place += below;
+        }
+        if (lane == WARP - 1) warp_counts[warp] = place;
+        __syncthreads();
+        place -= count;
+        int total = 0;
+#pragma unroll
+        for (int other = 0; other < WARPS; other++) {
+            if (other < warp) place += warp_counts[other];
+            total += warp_counts[other];
+        }
+#pragma unroll
+        for (int k = 0; k < EACH; k++)
+            if (match[k]) matches[place++] = t + k;
+        __syncthreads();
+        if (col < C)
+#pragma unroll 4
+            for (int m = 0; m < total; m++) {
+                float row[VECTOR];
+                load_floats(row, dy + (long long)matches[m] * C, col, C, vectorised);
+#pragma unroll
+                for (int i = 0; i < VECTOR; i++) sum[i] += row[i];
+            }
+        // the next tile writes warp_counts and matches only behind its __syncthreads_or
+    }
+#pragma unroll
+    for (int i = 0; i < VECTOR; i++)
+        if (col + i < C) dtable[(long long)id * C + col + i] += sum[i];
+}
