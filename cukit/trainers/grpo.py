@@ -22,6 +22,7 @@ from .rollout import GenerationBatch, Rollout, Samples, prompt_seed
 from .score import RewardScorer, completion_rows, nan_mean, sample_metrics
 from .trainer import Trainer
 
+SILENT_BATCHES = 10  # generation batches without any reward after which the user is told
 EVALUATION = 2 ** 63  # the "step" in the seeds of sampled evaluations: one that no training step has
 
 
@@ -62,6 +63,7 @@ class GRPOTrainer(Trainer):
         self.reference = _frozen_copy(self.model) if args.beta else None
         self.vocab_limit = min(self.tokenizer.vocab_size, self.model.config.vocab_size)
         self._batch: GenerationBatch | None = None
+        self._warned_cut, self._silent_batches = False, 0
 
     # ---- rows and steps ----
 
@@ -145,12 +147,23 @@ class GRPOTrainer(Trainer):
                 rows[shown], samples, self.scorer.names, by_function, advantages))
         if args.log_completions and (self.global_step + 1) % args.logging_steps == 0:
             self.say(f"prompt {rows[0]['prompt']!r}\ncompletion {samples.texts[0]!r} reward {rewards[0]:g}")
+        self._warn(samples, rewards)
         finite = np.array([bool(np.isfinite(logps).all()) for logps in samples.logprobs])
         if not finite.all():
             metrics["sampling/non_finite_rows"] = float((~finite).sum())
             self.say(f"step {self.global_step + 1}: {(~finite).sum()} completions have log-probabilities that are not finite; left out")
         counted = finite & ~(samples.truncated & args.mask_truncated_completions)
         return self._keep(samples, advantages, counted, generation), metrics
+
+    def _warn(self, samples: Samples, rewards: np.ndarray):
+        """Say once what most often makes a run learn nothing: cut-off completions, and a reward that is never given."""
+        if not self._warned_cut and samples.truncated.mean() > 0.5:
+            self._warned_cut = True
+            self.say(f"warning: {samples.truncated.mean():.0%} of the completions were cut off at max_completion_length="
+                     f"{self.args.max_completion_length}; raise it unless that is what you want")
+        self._silent_batches = self._silent_batches + 1 if not np.any(np.nan_to_num(rewards) != 0) else -math.inf
+        if self._silent_batches == SILENT_BATCHES:
+            self.say(f"warning: every reward of the first {SILENT_BATCHES} generation batches was 0; look at completions.jsonl")
 
     def _keep(self, samples: Samples, advantages, counted, generation: int) -> GenerationBatch:
         """The batch for training, its rows shuffled if several updates share it (so that an update sees all prompts)."""

@@ -192,6 +192,12 @@ def test_missing_rewards(make):
     assert all(np.array_equal(before[name], value) for name, value in weights_of(trainer.model).items())
 
 
+def test_a_reward_that_is_never_given_is_said_once(make, capsys):
+    make(lambda completions, **_: [0.0] * len(completions), max_steps=12, max_completion_length=2).train()
+    said = capsys.readouterr().out
+    assert said.count("every reward of the first 10 generation batches was 0") == 1 and said.count("max_completion_length=2; raise it") == 1
+
+
 @pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value")
 def test_a_gradient_that_is_not_finite_is_skipped(make, capsys):
     """An infinite advantage (1e300 in float32): the update is skipped, counted and said; weights stay."""
