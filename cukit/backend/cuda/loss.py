@@ -1,0 +1,29 @@
+"""Log-probabilities of chosen tokens, and the entropy, from logits (N, V): kernels/loss.cu."""
+
+import cupy as cp
+
+from .device import empty
+from .loader import load
+
+THREADS = 512  # LOGITS_THREADS in kernels/logits.cuh
+IDS_A_BLOCK = 4 * THREADS * 8  # of a row, in the backward kernel
+
+
+def token_logprobs_forward(logits, targets, temperature, vocab_size):
+    """Returns logprobs, entropy, lse, each (N,) float32; NaN for a target that is not in 0 … vocab_size − 1."""
+    num_rows, stride = logits.shape
+    outputs = tuple(empty((num_rows,), cp.float32) for _ in range(3))
+    load("loss", logits.dtype).token_logprobs_forward(
+        num_rows, THREADS, *outputs, logits, cp.ascontiguousarray(targets, cp.int32), stride, vocab_size, temperature)
+    return outputs
+
+
+def token_logprobs_backward(logits, targets, lse, entropy, dlogprobs, dentropy, temperature, vocab_size):
+    """dlogits like logits: (dlogprobs·(1[target] − p) − dentropy·p·(log p + H)) / T. dentropy may be None."""
+    num_rows, stride = logits.shape
+    dlogits = empty(logits.shape, logits.dtype)
+    vectors = [None if x is None else cp.ascontiguousarray(x, cp.float32) for x in (lse, entropy, dlogprobs, dentropy)]
+    grid = (num_rows, -(-stride // IDS_A_BLOCK))
+    load("loss", logits.dtype).token_logprobs_backward(
+        grid, THREADS, dlogits, logits, cp.ascontiguousarray(targets, cp.int32), *vectors, stride, vocab_size, temperature)
+    return dlogits

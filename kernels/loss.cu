@@ -1,0 +1,72 @@
+// Log-probabilities of chosen tokens, the entropy, and their gradient, over logits (N, V) of which the ids from vocab_size on take no part.
+//   forward:  logprobs[n] = log softmax(logits[n] / T)[targets[n]], entropy[n] and lse[n] = log sum exp(logits[n] / T), each (N,)
+//   backward: dlogits (N, V) = (dlogprobs (1[target] - p) - dentropy p (log p + H)) / T; may be written over the logits
+// A target outside 0 .. vocab_size - 1 has log-probability NaN.
+// Forward: one block of LOGITS_THREADS threads a row, one pass. Backward: grid (rows, parts of a row), every thread 8 ids at a time.
+// specialise: SCALAR=bf16,f16,f32
+// arch: sm_80 sm_89 sm_90a sm_100 sm_120
+#include "logits.cuh"
+
+extern "C" __global__ void __launch_bounds__(LOGITS_THREADS, 2)
+token_logprobs_forward(float* logprobs, float* entropy, float* lse, const SCALAR* logits, const int* targets, long long stride,
+                       int vocab_size, float temperature) {
+    __shared__ float scratch[WARP];
+    const long long n = blockIdx.x;
+    const SCALAR* row = logits + n * stride;
+    const bool aligned = rows_are_aligned(logits, stride);
+    SoftmaxSum sum;
+    for (int first = threadIdx.x * LOGITS_VECTOR; first < vocab_size; first += LOGITS_THREADS * LOGITS_VECTOR) {
+        float x[LOGITS_VECTOR];
+        load_logits(x, row, first, vocab_size, aligned);
+#pragma unroll
+        for (int i = 0; i < LOGITS_VECTOR; i++) x[i] = scale_logit(x[i], temperature);
+        sum.add<true>(x);
+    }
+    const RowStatistics statistics = combine_over_block<true>(sum, scratch);
+    if (threadIdx.x == 0) {
+        const int target = targets[n];
+        const bool known = target >= 0 && target < vocab_size;
+        logprobs[n] = statistics.log_probability(known ? scale_logit(to_float(row[target]), temperature) : NAN_FLOAT);
+        entropy[n] = statistics.entropy;
+        lse[n] = statistics.log_sum_exp();
+    }
+}
+
+// dentropy may be null.
+extern "C" __global__ void __launch_bounds__(LOGITS_THREADS)
+token_logprobs_backward(SCALAR* dlogits, const SCALAR* logits, const int* targets, const float* lse, const float* entropy,
+                        const float* dlogprobs, const float* dentropy, long long stride, int vocab_size, float temperature) {
+    const long long n = blockIdx.x;
+    const bool aligned = rows_are_aligned(logits, stride) && rows_are_aligned(dlogits, stride);
+    const float row_lse = lse[n], upstream = dlogprobs[n];
+    const float row_entropy = dentropy ? entropy[n] : 0.0f, entropy_upstream = dentropy ? dentropy[n] : 0.0f;
+    const int target = targets[n];
+    const int step = gridDim.y * LOGITS_THREADS * LOGITS_VECTOR;
+    for (long long first = (long long)(blockIdx.y * LOGITS_THREADS + threadIdx.x) * LOGITS_VECTOR; first < stride; first += step) {
+        float x[LOGITS_VECTOR];
+        load_logits(x, logits + n * stride, (int)first, vocab_size, aligned);
+        float gradients[LOGITS_VECTOR];
+#pragma unroll
+        for (int i = 0; i < LOGITS_VECTOR; i++) {
+            const float log_p = scale_logit(x[i], temperature) - row_lse, p = expf(log_p);
+            float gradient = -upstream * p;
+            if (first + i == target) gradient += upstream;
+            if (dentropy) gradient -= entropy_upstream * p * (fmaxf(log_p, -1e30f) + row_entropy);
+            gradients[i] = first + i < vocab_size ? scale_logit(gradient, temperature) : 0.0f;
+        }
+        SCALAR* destination = dlogits + n * stride + first;
+        if (aligned && first + LOGITS_VECTOR <= stride) {
+#pragma unroll
+            for (int start = 0; start < LOGITS_VECTOR; start += VECTOR) {
+                Vec<SCALAR, VECTOR> part;
+#pragma unroll
+                for (int i = 0; i < VECTOR; i++) part[i] = from_float<SCALAR>(gradients[start + i]);
+                store_vec(destination + start, part);
+            }
+        } else {
+#pragma unroll
+            for (int i = 0; i < LOGITS_VECTOR; i++)
+                if (first + i < stride) destination[i] = from_float<SCALAR>(gradients[i]);
+        }
+    }
+}

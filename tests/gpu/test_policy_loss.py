@@ -1,0 +1,81 @@
+"""Policy losses on the GPU: every golden case of TRL, and degenerate inputs, against the NumPy shelf."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from check import check_kernel, statistics
+
+from cukit.backend import backend_for
+from cukit.trainers.advantage import POLICY_KINDS, token_weights
+
+pytestmark = pytest.mark.gpu
+GOLDEN = np.load(Path(__file__).parents[1] / "golden" / "policy_losses.npz", allow_pickle=False)
+CASES = json.loads(str(GOLDEN["grpo/cases"]))
+
+
+def check_policy_loss(*args):
+    """(new, old, ref, advantages, weights, cu_seqlens, kind, eps_low, eps_high, delta, beta, bias_kl): float32 statistics in every dtype."""
+    check_kernel("policy_loss_forward", *(x.astype(np.float32) if isinstance(x, np.ndarray) and x.dtype.kind == "f" else x for x in args),
+                 dtypes=("float32",))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_golden(name):
+    case = CASES[name]
+    mask = GOLDEN[f"grpo/mask_{case['mask']}"]
+    per_row = token_weights(case["loss_type"], mask.sum(1), int(GOLDEN["grpo/max_completion_length"]),
+                            float(GOLDEN[f"grpo/num_items_{case['mask']}"]))
+    advantages = np.broadcast_to(GOLDEN["grpo/advantages"][:, None], mask.shape)
+    arrays = [GOLDEN["grpo/new_logps"], GOLDEN["grpo/old_logps"], GOLDEN["grpo/ref_logps"], advantages, per_row[:, None] * mask]
+    new, old, ref, advantages, weights = (x.astype(np.float32).reshape(-1) for x in arrays)
+    cu_seqlens = np.arange(0, mask.size + 1, mask.shape[1], dtype=np.int32) if case["level"] == "sequence" else None
+    settings = (POLICY_KINDS[case["loss_type"]], case["eps_low"], case["eps_high"], case["delta"], case["beta"], case["bias_kl"])
+    check_policy_loss(new, old, ref if case["beta"] else None, advantages, weights, cu_seqlens, *settings)
+    cuda = backend_for("cuda")
+    given = [cuda.array(x) for x in (new, old, ref, advantages, weights)]
+    loss, dlogps, _ = cuda.policy_loss_forward(*given, None if cu_seqlens is None else cuda.array(cu_seqlens), *settings)
+    np.testing.assert_allclose(cuda.to_numpy(loss), GOLDEN[f"grpo/{name}/loss"], rtol=0, atol=1e-7)
+    np.testing.assert_allclose(cuda.to_numpy(dlogps).reshape(mask.shape), GOLDEN[f"grpo/{name}/grad"], rtol=0, atol=1e-7)
+
+
+@pytest.mark.parametrize("count", [0, 1, 211, 1024, 5003])
+@pytest.mark.parametrize("kind, delta, beta, bias_kl", [("clip", None, 0.0, False), ("clip", 1.5, 0.1, True), ("cispo", None, 0.05, False)])
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_sizes(level, kind, delta, beta, bias_kl, count):
+    rng = np.random.default_rng(count)
+    new, old, ref, advantages = (statistics(count, seed=seed, scale=0.5) for seed in (1, 2, 3, 4))
+    weights = (rng.random(count) * (rng.random(count) > 0.2)).astype(np.float32)
+    cuts = np.sort(rng.integers(0, count + 1, 5))
+    cu_seqlens = np.array([0, *cuts, count], np.int32) if level == "sequence" else None
+    check_policy_loss(new, old, ref if beta else None, advantages, weights, cu_seqlens, kind, 0.2, 1.3 if kind == "cispo" else 0.28, delta, beta, bias_kl)
+
+
+def test_masked_tokens_may_hold_anything():
+    bad, zeros, ones = np.array([-np.inf, np.nan, 800.0], np.float32), np.zeros(3, np.float32), np.ones(3, np.float32)
+    for cu_seqlens in (None, np.array([0, 0, 3], np.int32)):
+        check_policy_loss(bad, ones, bad, ones, zeros, cu_seqlens, "clip", 0.2, 0.2, None, 0.1, True)
+
+
+@pytest.mark.parametrize("kind", ["clip", "cispo"])
+@pytest.mark.parametrize("sequence_level", [False, True])
+def test_nan_in_a_used_token_comes_through(kind, sequence_level):
+    """So that the step is skipped instead of training on nonsense."""
+    cuda = backend_for("cuda")
+    new, ones = np.full(5, -1.0, np.float32), np.ones(5, np.float32)
+    new[2] = np.nan
+    given = [cuda.array(x) for x in (new, -ones, -ones, ones, ones)]
+    cu_seqlens = cuda.array(np.array([0, 5], np.int32)) if sequence_level else None
+    loss, dlogps, _ = cuda.policy_loss_forward(*given, cu_seqlens, kind, 0.2, 1.3, None, 0.1, False)
+    assert np.isnan(cuda.to_numpy(loss)) and np.isnan(cuda.to_numpy(dlogps)[2])
+
+
+def test_float64_weights_from_the_host_are_taken():
+    cuda, cpu = backend_for("cuda"), backend_for("cpu")
+    new, old, advantages = (statistics(50, seed=seed) for seed in (1, 2, 3))
+    weights = np.full(50, 1 / 50)
+    got = cuda.policy_loss_forward(*(cuda.array(x) for x in (new, old)), None, cuda.array(advantages), cuda.array(weights), None, "clip", 0.2, 0.2, None, 0.0, False)
+    near = cpu.policy_loss_forward(new, old, None, advantages, weights, None, "clip", 0.2, 0.2, None, 0.0, False)
+    for x, y in zip(got, near):
+        np.testing.assert_allclose(cuda.to_numpy(x), y, rtol=1e-5, atol=1e-7)
