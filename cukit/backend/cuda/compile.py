@@ -1,7 +1,8 @@
 """kernels/*.cu to machine code with NVRTC, on machines with and without a GPU, and what the compiler says of each kernel.
 
 A family is one .cu file. Its header says which specialisations it has and for which cards it is written:
-    // specialise: SCALAR=bf16,f16,f32 HEAD_DIM=64,128      (several such lines add up; nothing after the colon: one without defines)
+    // specialise: SCALAR=bf16,f16,f32 HEAD_DIM=64,128,…    (several such lines add up; nothing after the colon: one without defines;
+                                                             … : other sizes are built at first use, the source asserts its limits)
     // arch: sm_80 sm_89 sm_90a sm_100 sm_120
 """
 
@@ -76,8 +77,17 @@ def specialisations(family: str) -> list[dict]:
     for line in lines:
         choices = [item.split("=") for item in line.split()]
         names = [name for name, _ in choices]
-        found += [dict(zip(names, values)) for values in itertools.product(*(values.split(",") for _, values in choices))]
+        found += [dict(zip(names, values)) for values in itertools.product(*(_listed(values) for _, values in choices))]
     return found
+
+
+def open_sizes(family: str) -> set[str]:
+    """The defines that may take sizes beside the declared ones."""
+    return set(re.findall(r"(\w+)=[^\s]*,…", source(family)))
+
+
+def _listed(values: str) -> list[str]:
+    return [value for value in values.split(",") if value != "…"]
 
 
 def architectures(family: str) -> list[str]:

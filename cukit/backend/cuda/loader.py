@@ -71,7 +71,7 @@ class Module:
 
 
 def _checked_defines(family, dtype, defines):
-    """{define: text} of one declared specialisation."""
+    """{define: text} of a declared variant, or of one that differs from it only in the sizes that the file leaves open."""
     chosen = {name: str(value) for name, value in defines.items()}
     if dtype is not None:
         scalar = compiler.SCALAR_OF_DTYPE.get(np.dtype(dtype).name)
@@ -79,7 +79,9 @@ def _checked_defines(family, dtype, defines):
             raise ValueError(f"{family} has no {np.dtype(dtype).name} kernel: use bfloat16, float16 or float32, or the cpu device")
         chosen["SCALAR"] = scalar
     declared = compiler.specialisations(family)
-    if chosen not in declared:
+    free = compiler.open_sizes(family)
+    if not any(chosen.keys() == variant.keys() and all(name in free or chosen[name] == variant[name] for name in chosen)
+               for variant in declared):
         raise ValueError(f"kernels/{family}.cu is not built for {chosen}: its variants are {declared}")
     return chosen
 

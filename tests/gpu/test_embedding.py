@@ -1,0 +1,47 @@
+"""Embedding kernels against NumPy. Run on a machine with a GPU: pytest -m gpu tests/gpu/test_embedding.py"""
+
+import numpy as np
+import pytest
+from check import Sum, check_kernel, normal, statistics
+
+from cukit.backend import backend_for
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("tokens, vocab_size, cols", [
+    (1, 5, 8), (17, 3, 13), (0, 4, 8), (1100, 50, 24), (1100, 2, 1), (40, 7, 2560), (513, 1, 64), (4099, 1000, 1000), (5000, 20000, 256),
+])
+def test_against_numpy(tokens, vocab_size, cols):
+    ids = np.random.default_rng(tokens).integers(0, vocab_size, tokens).astype(np.int32)
+    check_kernel("embedding_forward", normal(vocab_size, cols), ids)
+    check_kernel("embedding_backward", Sum(statistics(vocab_size, cols)), normal(tokens, cols), ids)
+
+
+def test_one_id_far_more_often_than_the_rest():
+    ids = np.where(np.arange(9000) % 10, 3, np.arange(9000) % 97).astype(np.int32)
+    check_kernel("embedding_backward", Sum(np.zeros((97, 128), np.float32)), normal(9000, 128), ids)
+
+
+def test_wrong_shapes_are_refused():
+    be = backend_for("cuda")
+    table, dy, ids = be.zeros((7, 8), "float32"), be.zeros((3, 8), "bfloat16"), be.zeros((2,), "int32")
+    with pytest.raises(ValueError, match="does not fit 2 ids"):
+        be.embedding_backward(table, dy, ids)
+    with pytest.raises(TypeError, match="wants int32, got int64"):
+        be.embedding_forward(table, ids.astype("int64"))
+
+
+@pytest.mark.slow
+def test_a_table_of_more_than_2_to_31_elements():
+    be = backend_for("cuda")
+    vocab_size, cols = 2**31 // 4096 + 8, 4096
+    table = be.zeros((vocab_size, cols), "bfloat16")
+    last = normal(1, cols).astype(be.dtype_of("bfloat16"))
+    table[-1:] = be.array(last)
+    ids = be.array(np.array([0, vocab_size - 1, vocab_size - 1], np.int32))
+    y = be.embedding_forward(table, ids)
+    assert np.array_equal(be.to_numpy(y), np.concatenate([np.zeros_like(last), last, last]))
+    dtable = be.zeros((vocab_size, cols), "float32")
+    be.embedding_backward(dtable, y, ids)
+    assert np.array_equal(be.to_numpy(dtable[-1]), 2 * last[0].astype(np.float32)) and not be.to_numpy(dtable[:2]).any()

@@ -1,0 +1,66 @@
+"""RMSNorm kernels against NumPy. Run on a machine with a GPU: pytest -m gpu tests/gpu/test_norm.py"""
+
+import numpy as np
+import pytest
+from check import DTYPES, Sum, check_kernel, normal, statistics
+
+from cukit.backend import backend_for
+
+pytestmark = pytest.mark.gpu
+# one column, odd widths, a row of less than a vector, rows wider than a block's 512 vectors, an empty batch
+SIZES = [(1, 8), (7, 1), (3, 13), (0, 16), (19, 1024), (989, 1000), (5, 2560), (2, 4104), (3, 8191)]
+
+
+def inputs(rows, cols):
+    x, w = normal(rows, cols), statistics(cols, around=1, scale=0.1)
+    rstd = (1 / np.sqrt(np.square(x).mean(-1, keepdims=True) + 1e-6)).astype(np.float32)
+    return x, w, rstd, normal(rows, cols, seed=2), normal(rows, cols, seed=3)
+
+
+@pytest.mark.parametrize("rows, cols", SIZES)
+def test_forward(rows, cols):
+    x, w, _, residual, _ = inputs(rows, cols)
+    check_kernel("rms_norm_forward", x, w, 1e-6)
+    check_kernel("add_rms_norm_forward", x, residual, w, 1e-6)
+
+
+@pytest.mark.parametrize("rows, cols", [*SIZES, (3001, 64)])
+def test_backward(rows, cols):
+    x, w, rstd, dy, dsummed = inputs(rows, cols)
+    dw = Sum(statistics(cols, seed=4))
+    check_kernel("rms_norm_backward", dw, dy, x, w, rstd)
+    check_kernel("rms_norm_backward", None, dy, x, w, rstd)
+    check_kernel("add_rms_norm_backward", dw, dy, dsummed, x, w, rstd)
+    check_kernel("add_rms_norm_backward", dw, dy, None, x, w, rstd)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("cols", [13, 1024, 5120])
+def test_a_row_alone_has_the_bits_of_the_row_in_a_batch(dtype, cols):
+    """Also where the row alone is aligned and the row in the batch is not, and with the residual added before or inside."""
+    be = backend_for("cuda")
+    x, residual, w = (be.array(a.astype(be.dtype_of(dtype))) for a in (normal(301, cols), normal(301, cols, seed=1), normal(cols, seed=2)))
+    w = w.astype(np.float32)
+    y, summed, rstd = be.add_rms_norm_forward(x, residual, w, 1e-6)
+    again, rstd_again = be.rms_norm_forward(summed, w, 1e-6)
+    assert np.array_equal(be.to_numpy(y), be.to_numpy(again)) and np.array_equal(be.to_numpy(rstd), be.to_numpy(rstd_again))
+    dx = be.to_numpy(be.rms_norm_backward(None, residual, summed, w, rstd))
+    for row in (0, 1, 150, 300):
+        part = slice(row, row + 1)
+        alone, _, _ = be.add_rms_norm_forward(x[part].copy(), residual[part].copy(), w, 1e-6)
+        assert np.array_equal(be.to_numpy(alone), be.to_numpy(y)[part])
+        alone = be.rms_norm_backward(None, residual[part].copy(), summed[part].copy(), w, rstd[part].copy())
+        assert np.array_equal(be.to_numpy(alone), dx[part])
+
+
+def test_wrong_inputs_are_refused():
+    be = backend_for("cuda")
+    x, w = be.zeros((4, 16), "float16"), be.zeros((16,), "float32")
+    with pytest.raises(ValueError, match="C-contiguous"):
+        be.rms_norm_forward(x[:, ::2], w[:8], 1e-6)
+    with pytest.raises(ValueError, match=r"want \(16,\)"):
+        be.rms_norm_forward(x, w[:8], 1e-6)
+    with pytest.raises(TypeError, match="wants float32, got float16"):
+        be.rms_norm_forward(x, w.astype("float16"), 1e-6)
+    with pytest.raises(ValueError, match="no float64 kernel"):
+        be.rms_norm_forward(x.astype("float64"), w, 1e-6)

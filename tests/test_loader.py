@@ -1,0 +1,132 @@
+"""The kernel loader and compiler, without a GPU: signatures, arguments, variants, cache keys. Run: pytest tests/test_loader.py"""
+
+import shutil
+
+import numpy as np
+import pytest
+
+pytest.importorskip("cupy", reason="the loader needs CuPy: pip install 'cukit[compile]'")
+
+from cukit.backend.cuda import compile as compiler  # noqa: E402
+from cukit.backend.cuda import loader  # noqa: E402
+
+SOURCE = """
+// A comment with extern "C" __global__ void not_a_kernel(int x) {}
+extern "C" __global__ void __launch_bounds__(128 * (2 + 2), 1)
+first(SCALAR* __restrict__ y, const float *w, int rows, long long stride, float eps, unsigned long long seed) {}
+extern "C" __global__ __launch_bounds__(64) void second(/* nothing */ const void* x) {}
+extern "C" __global__ void third() {}
+"""
+
+
+class RecordingKernel:
+    """Stands for cupy.RawKernel."""
+
+    def __init__(self):
+        self.launches, self.max_dynamic_shared_size_bytes = [], 0
+
+    def kernel(self, *launch):
+        self.launches.append(launch)
+
+
+def kernel(name="first"):
+    raw = RecordingKernel()
+    return raw, loader.Kernel(f"test.{name}", raw, loader.parse_signatures(SOURCE)[name], {"SCALAR": "__nv_bfloat16"})
+
+
+def test_signatures_are_read_from_the_source():
+    found = {name: [str(p) for p in parameters] for name, parameters in loader.parse_signatures(SOURCE).items()}
+    assert found == {"first": ["SCALAR* y", "float* w", "int rows", "long long stride", "float eps", "unsigned long long seed"],
+                     "second": ["void* x"], "third": []}
+
+
+def test_numbers_become_the_declared_type_and_none_a_null_pointer():
+    raw, first = kernel()
+    first(4, (32, 2), None, None, 7, 2**40, 0.1, 2**63)
+    (grid, block, values, shared), = raw.launches
+    assert (grid, block, shared) == ((4,), (32, 2), 0)
+    assert [type(v) for v in values] == [np.uint64, np.uint64, np.int32, np.int64, np.float32, np.uint64]
+    assert values[:5] == [0, 0, 7, 2**40, np.float32(0.1)] and values[5] == 2**63
+
+
+def test_an_empty_grid_launches_nothing():
+    raw, first = kernel()
+    first(0, 32, None, None, 0, 0, 0.0, 0)
+    first((3, 0), 32, None, None, 0, 0, 0.0, 0)
+    assert not raw.launches
+
+
+def test_large_shared_memory_is_allowed_once():
+    raw, first = kernel()
+    first(1, 32, None, None, 0, 0, 0.0, 0, shared=48 * 1024)
+    assert raw.max_dynamic_shared_size_bytes == 0
+    first(1, 32, None, None, 0, 0, 0.0, 0, shared=100_000)
+    first(1, 32, None, None, 0, 0, 0.0, 0, shared=60_000)
+    assert raw.max_dynamic_shared_size_bytes == 100_000
+
+
+@pytest.mark.parametrize("arguments, error, words", [
+    ((None, None, 1, 1, 0.5), TypeError, "takes 6 arguments"),
+    ((None, None, 1.5, 1, 0.5, 1), TypeError, "float"),
+    ((None, None, 2**31, 1, 0.5, 1), OverflowError, "2147483648"),
+    ((np.zeros(3), None, 1, 1, 0.5, 1), TypeError, "wants a cupy array or None, got ndarray"),
+])
+def test_wrong_arguments_are_refused(arguments, error, words):
+    with pytest.raises(error, match=words):
+        kernel()[1](1, 32, *arguments)
+
+
+def test_wrong_variants_are_refused():
+    with pytest.raises(ValueError, match="no float64 kernel"):
+        loader.load("norm", "float64")
+    with pytest.raises(ValueError, match="not built for .*'HEAD_LIMIT': '96'"):
+        loader.load("rope", "bfloat16", HEAD_LIMIT=96)
+    with pytest.raises(ValueError, match="no kernel family 'nothing'"):
+        loader.load("nothing", "bfloat16")
+    with pytest.raises(AttributeError, match="has no kernel 'nothing'"):
+        loader.load("norm", "bfloat16").nothing  # noqa: B018
+
+
+def test_a_module_is_made_once():
+    assert loader.load("norm", np.dtype("float16")) is loader.load("norm", np.dtype("float16"))
+
+
+@pytest.mark.parametrize("capability, arch", [((8, 0), "sm_80"), ((8, 7), "sm_86"), ((9, 0), "sm_90a"), ((10, 3), "sm_100"), ((12, 1), "sm_120")])
+def test_architecture_of_a_card(capability, arch):
+    assert compiler.architecture_for(*capability, [75, 80, 86, 90, 100, 120]) == arch
+
+
+@pytest.mark.parametrize("capability, words", [((7, 5), "too old"), ((13, 0), "install newer CUDA wheels")])
+def test_architectures_that_cannot_be_served(capability, words):
+    with pytest.raises(ValueError, match=words):
+        compiler.architecture_for(*capability, [75, 80, 90])
+
+
+def test_an_edited_header_changes_the_cache_key(tmp_path, monkeypatch):
+    folder = tmp_path / "kernels"
+    shutil.copytree(compiler.kernels_folder(), folder)
+    monkeypatch.setattr(compiler, "kernels_folder", lambda: folder)
+    keys = []
+    for text in ("// edited\n", ""):
+        with (folder / "common.cuh").open("a") as file:
+            file.write(text)
+        compiler.source_digest.cache_clear()
+        keys.append(compiler.cache_path("norm", "sm_80", {"SCALAR": "bf16"}))
+    compiler.source_digest.cache_clear()
+    monkeypatch.undo()
+    before = compiler.cache_path("norm", "sm_80", {"SCALAR": "bf16"})
+    assert keys[0] == keys[1] != before
+    assert before != compiler.cache_path("norm", "sm_90a", {"SCALAR": "bf16"}) != compiler.cache_path("norm", "sm_90a", {"SCALAR": "f16"})
+
+
+def test_a_compile_error_names_the_file_and_line(tmp_path, monkeypatch):
+    (tmp_path / "broken.cu").write_text("// specialise: SCALAR=f32\n// arch: sm_80\n#include \"common.cuh\"\nthis is not C++;\n")
+    shutil.copy(compiler.kernels_folder() / "common.cuh", tmp_path)
+    monkeypatch.setattr(compiler, "kernels_folder", lambda: tmp_path)
+    compiler.include_folders.cache_clear()
+    try:
+        with pytest.raises(RuntimeError, match=r"broken\.cu\(4\)"):
+            compiler.compile_family("broken", "sm_80", {"SCALAR": "f32"})
+    finally:
+        compiler.include_folders.cache_clear()
+        compiler.source.cache_clear()
