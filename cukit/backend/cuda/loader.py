@@ -22,7 +22,7 @@ CHECK = os.environ.get("CUKIT_CHECK") == "1"
 C_TYPES = {"float": "float32", "double": "float64", "__nv_bfloat16": "bfloat16", "__half": "float16", "bool": "bool",
            "signed char": "int8", "unsigned char": "uint8", "int": "int32", "unsigned": "uint32", "unsigned int": "uint32",
            "long long": "int64", "unsigned long long": "uint64"}
-STATIC_SHARED_LIMIT = 48 * 1024  # a kernel must be told before it may take more
+SHARED_LIMIT = 48 * 1024  # static and dynamic together; a kernel must be told before it may take more
 NULL = np.uint64(0)  # CuPy would pass None as a missing argument instead of a null pointer
 
 _modules: dict[tuple, "Module"] = {}
@@ -111,7 +111,7 @@ class Kernel:
         self.parameters = parameters
         self._launch = raw.kernel
         self._converters = tuple(_converter(name, parameter, types) for parameter in parameters)
-        self._shared_limit = STATIC_SHARED_LIMIT
+        self._shared_limit = SHARED_LIMIT - raw.shared_size_bytes
 
     def __call__(self, grid, block, *args, shared=0):
         if len(args) != len(self._converters):
