@@ -203,10 +203,7 @@ def _converter(kernel, parameter, types):
     if not parameter.pointer:
         if ctype not in C_TYPES or ctype.startswith("__"):
             raise TypeError(f"{kernel}: parameter {parameter} has a type that the loader does not know: {', '.join(C_TYPES)}")
-        kind = np.dtype(C_TYPES[ctype]).type
-        if C_TYPES[ctype].startswith("float"):
-            return kind
-        return lambda value: kind(index(value))  # refuses 2.7; NumPy refuses what does not fit
+        return _number_converter(np.dtype(C_TYPES[ctype]))
     dtype = None if ctype == "void" else _dtype(C_TYPES.get(ctype), kernel, parameter)
     what = f"{kernel}: argument {parameter}"
 
@@ -220,6 +217,21 @@ def _converter(kernel, parameter, types):
         if not value._c_contiguous:
             raise ValueError(f"{what} must be C-contiguous, got shape {value.shape} with strides {value.strides}: copy it first")
         return value
+
+    return convert
+
+
+def _number_converter(dtype):
+    """Python number -> NumPy scalar of `dtype`, remembered: making one costs more than looking it up, and sizes come again and again."""
+    kind, known = dtype.type, {}
+
+    def convert(value):
+        found = known.get(value)
+        if found is None:
+            found = kind(value if dtype.kind == "f" else index(value))  # index refuses 2.7; NumPy refuses what does not fit
+            if len(known) < 4096:
+                known[value] = found
+        return found
 
     return convert
 
