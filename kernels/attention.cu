@@ -1,7 +1,7 @@
 // Causal attention of packed sequences, o = softmax(q k^T / sqrt(D)) v within each sequence; query head h uses kv head h * K / H.
 // qkv (T, (H + 2K) * D) holds heads of q, k, v; o, do (T, H * D); lse, delta (T, H) float32; cu_seqlens (B + 1) int32, ascending from 0. Rows from
 // cu_seqlens[B] to T belong to no sequence and give zeros. Blocks of ATTENTION_THREADS threads; grids are the launcher's upper bound, see find_piece.
-// specialise: SCALAR=bf16,f16,f32 HEAD_DIM=64,128
+// specialise: SCALAR=bf16,f16,f32 HEAD_DIM=64,128,…
 // arch: sm_80 sm_89 sm_90a sm_100 sm_120
 
 #include "attention.cuh"

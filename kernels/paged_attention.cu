@@ -1,6 +1,6 @@
 // Attention over a paged KV cache, by the functions that training uses (attention.cuh), so with the same bits. Caches (num_blocks, block_size, K, D);
 // block_tables (B, M) int32 lists a sequence's blocks in order; context_lens (B) int32 counts its keys, those of the new tokens included.
-// specialise: SCALAR=bf16,f16,f32 HEAD_DIM=64,128
+// specialise: SCALAR=bf16,f16,f32 HEAD_DIM=64,128,…
 // arch: sm_80 sm_89 sm_90a sm_100 sm_120
 
 #include "attention.cuh"
