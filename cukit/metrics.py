@@ -118,7 +118,7 @@ _SHOWN = (
 
 
 class Progress:
-    """A live line (rich) where stdout is a terminal; elsewhere one plain line per `update`.
+    """A live display (rich) where stdout is a terminal; elsewhere one plain line per `update`.
 
     `advance(step)` moves the bar; `update(step, metrics)` shows numbers too; both may be called at every step, and a
     number stays shown until a newer one comes (the accuracy is that of the last evaluation).
@@ -134,11 +134,16 @@ class Progress:
     def __enter__(self) -> "Progress":
         self._started = time.perf_counter()
         if self.live:
-            from rich import progress
+            from rich import progress, text
 
-            self._bar = progress.Progress(
-                progress.TextColumn("{task.description}"), progress.BarColumn(bar_width=24),
-                progress.MofNCompleteColumn(), progress.TextColumn("{task.fields[numbers]}"),
+            class Display(progress.Progress):
+                def get_renderables(self):
+                    """The bar, and below it the numbers, which would not fit beside it in 80 columns."""
+                    yield self.make_tasks_table(self.tasks)
+                    yield from (text.Text(task.fields["numbers"]) for task in self.tasks)
+
+            self._bar = Display(
+                progress.TextColumn("{task.description}"), progress.BarColumn(), progress.MofNCompleteColumn(),
                 progress.TextColumn("{task.fields[left]}"))
             self._bar.start()
             self._task = self._bar.add_task(self.label, total=self.total_steps, completed=self.start_step, numbers="",
