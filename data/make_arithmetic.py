@@ -12,7 +12,7 @@ sft.jsonl   demonstrations of a careless teacher: {"prompt": [user message], "co
 train.jsonl questions for reinforcement learning: {"prompt": [user message], "answer": "14"}
 test.jsonl  held-out questions in the same form
 
-No question stands in two files. The teacher is off by ten in 60 % of the steps whose total crosses a ten, and goes on
+No question stands in two files. The teacher is off by ten in 55 % of the steps whose total crosses a ten, and goes on
 from the wrong total. A model taught by it follows that habit when decoding greedily but still samples the right step;
 that is the room which reinforcement learning on the final answer has. Same seed, same bytes.
 
@@ -25,8 +25,8 @@ import random
 from pathlib import Path
 
 OPERANDS = 4
-MISTAKE_RATE = 0.6
-ROWS = {"test": 512, "sft": 8000, "train": 4000}
+MISTAKE_RATE = 0.55
+ROWS = {"test": 512, "sft": 16000, "train": 4000}
 
 
 def draw_question(rng: random.Random) -> tuple[list[int], list[str]]:

@@ -19,7 +19,7 @@ INDEX = "model.safetensors.index.json"
 
 def load_config(folder) -> ModelConfig:
     """ModelConfig of a checkpoint folder. ValueError in one line if it is missing, unreadable or not supported."""
-    path = _model_folder(folder) / "config.json"
+    path = model_folder(folder) / "config.json"
     if not path.is_file():
         raise ValueError(f"{folder} holds no config.json: give the folder of a Hugging Face model")
     try:
@@ -35,7 +35,7 @@ def load_model(folder, device="cpu", dtype="auto") -> Decoder:
     Raises one ValueError that names every tensor that is missing, unexpected or of the wrong shape.
     """
     config, backend = load_config(folder), backend_for(device)
-    sources = _tensor_sources(_model_folder(folder))
+    sources = _tensor_sources(model_folder(folder))
     model = Decoder(config, backend, dtype)
     targets = model.hf_tensors()
     if config.tie_word_embeddings and "lm_head.weight" in sources:
@@ -76,7 +76,7 @@ def save_model(model: Decoder, folder, dtype=None):
     os.replace(temporary, folder / "config.json")
 
 
-def _model_folder(folder) -> Path:
+def model_folder(folder) -> Path:
     """The folder itself, or the local copy of a Hugging Face hub name (where huggingface_hub is installed)."""
     path = Path(folder)
     if path.is_dir():

@@ -46,7 +46,7 @@ def test_silu_mul(rows, width):
     check_gradient(ops.silu_mul, normal(rows, 2 * width, scale=3))
 
 
-@pytest.mark.parametrize("lengths", [[1], [3, 1, 0, 3], [5, 17], [300]])
+@pytest.mark.parametrize("lengths", [[0], [1], [3, 1, 0, 3], [5, 17], [300]])
 @pytest.mark.parametrize("heads, kv_heads", [(2, 2), (6, 2), (7, 1)])
 def test_attention(lengths, heads, kv_heads):
     cu_seqlens = np.cumsum([0, *lengths]).astype(np.int32)

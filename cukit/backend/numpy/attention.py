@@ -12,20 +12,21 @@ from .device import accumulator
 
 def attention_forward(qkv, cu_seqlens, num_heads, num_kv_heads):
     """Returns o (T, H·D) and lse (T, H), the base-e log-sum-exp of the scaled scores."""
-    heads = qkv.reshape(len(qkv), num_heads + 2 * num_kv_heads, -1)
+    heads = _heads(qkv, num_heads, num_kv_heads)
     o = np.empty((len(qkv), num_heads, heads.shape[2]), qkv.dtype)
     lse = np.empty((len(qkv), num_heads), accumulator(qkv.dtype))
     for rows in _groups(cu_seqlens):
         q, k, v = np.split(heads[rows], [num_heads, num_heads + num_kv_heads], axis=2)
         group_o, group_lse = chunked_attention(q, k, v)
         o[rows], lse[rows] = group_o, group_lse.transpose(0, 2, 1)
-    return o.reshape(len(qkv), -1), lse
+    return o.reshape(len(qkv), num_heads * heads.shape[2]), lse
 
 
 def attention_backward(do, qkv, o, lse, cu_seqlens, num_heads, num_kv_heads):
     """dqkv like qkv. P is rebuilt from lse; P and dS are rounded to the model's dtype before their products (Dao 2023, FlashAttention-2)."""
-    heads = qkv.reshape(len(qkv), num_heads + 2 * num_kv_heads, -1)
-    do, o = do.reshape(len(qkv), num_heads, -1), o.reshape(len(qkv), num_heads, -1)
+    heads = _heads(qkv, num_heads, num_kv_heads)
+    per_head = (len(qkv), num_heads, heads.shape[2])
+    do, o = do.reshape(per_head), o.reshape(per_head)
     dqkv = np.empty_like(heads)
     for rows in _groups(cu_seqlens):
         dqkv[rows] = _group_backward(do[rows], heads[rows], o[rows], lse[rows], num_heads, num_kv_heads)
@@ -56,6 +57,12 @@ def _group_backward(do, heads, o, lse, num_heads, num_kv_heads):
     dq, dk = ds @ k * scale, ds.swapaxes(2, 3) @ q * scale
     dq = dq.reshape(group, num_heads, length, dim)
     return np.concatenate([dq, dk, dv], axis=1).transpose(0, 2, 1, 3)
+
+
+def _heads(qkv, num_heads, num_kv_heads):
+    """(T, H + 2K, D)."""
+    num = num_heads + 2 * num_kv_heads
+    return qkv.reshape(len(qkv), num, qkv.shape[1] // num)
 
 
 def _groups(cu_seqlens):

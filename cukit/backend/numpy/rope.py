@@ -12,7 +12,8 @@ from .norm import rms_norm_backward, rms_norm_forward
 
 def qk_norm_rope_forward(qkv, q_weight, k_weight, cos, sin, positions, num_heads, num_kv_heads, eps):
     """Returns (out like qkv, rstd (T, H + K, 1) or None). v is copied; q_weight, k_weight (D,) or None for no norm."""
-    heads = qkv.reshape(len(qkv), num_heads + 2 * num_kv_heads, -1)
+    num = num_heads + 2 * num_kv_heads
+    heads = qkv.reshape(len(qkv), num, qkv.shape[1] // num)
     out = heads.copy()
     rotated = out[:, :num_heads + num_kv_heads]
     rstd = None
@@ -27,7 +28,8 @@ def qk_norm_rope_forward(qkv, q_weight, k_weight, cos, sin, positions, num_heads
 
 def qk_norm_rope_backward(dq_weight, dk_weight, dout, qkv, q_weight, k_weight, rstd, cos, sin, positions, num_heads, num_kv_heads):
     """dqkv like qkv; adds to dq_weight, dk_weight (unless None)."""
-    shape = (len(qkv), num_heads + 2 * num_kv_heads, -1)
+    num = num_heads + 2 * num_kv_heads
+    shape = (len(qkv), num, qkv.shape[1] // num)
     turned = num_heads + num_kv_heads
     dqkv = dout.reshape(shape).copy()
     drotated = dqkv[:, :turned]
