@@ -46,9 +46,13 @@ __device__ __forceinline__ void attend_row(float (&out)[SHARE], float& maximum, 
         float score = -INFINITY;
         if (key < end) {
             const float* k = keys.row(key);
-            float sum = 0.f;
-            for (int d = 0; d < HEAD_DIM; ++d) sum = __fmaf_rn(q[d], k[d], sum);
-            score = __fmul_rn(sum, scale);
+            float sums[4] = {0.f, 0.f, 0.f, 0.f};
+            for (int d = 0; d < HEAD_DIM; d += 4) {
+                const Vec<float, 4> x = load_vec<4>(q + d), y = load_vec<4>(k + d);
+#pragma unroll
+                for (int i = 0; i < 4; ++i) sums[i] = __fmaf_rn(x[i], y[i], sums[i]);
+            }
+            score = __fmul_rn((sums[0] + sums[1]) + (sums[2] + sums[3]), scale);
         }
         const float highest = fmaxf(maximum, warp_max(score));
         const float weight = exp2f(__fsub_rn(score, highest)), factor = exp2f(__fsub_rn(maximum, highest));  // a tile has a visible key

@@ -9,7 +9,7 @@ from cukit.backend.numpy import attention_forward
 
 pytestmark = pytest.mark.gpu
 SHAPES = [(1, 1, 64), (4, 2, 64), (4, 1, 128), (2, 2, 128), (7, 1, 32), (2, 1, 16), (4, 2, 80), (2, 1, 256), (2, 1, 12), (1, 1, 132), (3, 3, 8)]
-LENGTHS = [[1], [7], [64, 1, 0, 7], [255, 256, 257], [700, 13]]
+LENGTHS = [[1, 7, 13], [64, 1, 0, 7], [255, 256, 257], [700, 13]]
 
 
 @pytest.fixture

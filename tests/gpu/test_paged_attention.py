@@ -1,4 +1,7 @@
-"""The paged KV cache on the GPU against NumPy; decoding and prefill against the training forward, bit for bit. Run: pytest -m gpu tests/gpu/test_paged_attention.py"""
+"""The paged KV cache on the GPU against NumPy; decoding and prefill against the training forward, bit for bit.
+
+Run: pytest -m gpu tests/gpu/test_paged_attention.py
+"""
 
 import numpy as np
 import pytest
@@ -114,12 +117,12 @@ def test_prefill_has_the_bits_of_training(gpu, shape, dtype):
 def test_store_and_copy(gpu, dim, tokens, dtype):
     rng = np.random.default_rng(0)
     dtype = gpu.dtype_of(dtype)
-    qkv, slots = normal(tokens, (3 + 2 * 2) * dim).astype(dtype), rng.permutation(40 * 16)[:tokens].astype(np.int64)
+    qkv, slots = normal(tokens, (4 + 2 * 2) * dim).astype(dtype), rng.permutation(40 * 16)[:tokens].astype(np.int64)
     slots[::5] = -1
     caches = [(normal(40, 16, 2, dim, seed=2 * i).astype(dtype), normal(40, 16, 2, dim, seed=2 * i + 1).astype(dtype)) for i in range(2)]
     on_gpu = [tuple(map(gpu.array, pair)) for pair in caches]
-    reference.store_kv(*caches[0], qkv, slots, 3, 2)
-    gpu.store_kv(*on_gpu[0], gpu.array(qkv), gpu.array(slots), 3, 2)
+    reference.store_kv(*caches[0], qkv, slots, 4, 2)
+    gpu.store_kv(*on_gpu[0], gpu.array(qkv), gpu.array(slots), 4, 2)
     source, target = np.array([1, 0, 39]), np.array([0, 2, 7])  # block 0 is read and written
     reference.copy_blocks(caches, source, target)
     gpu.copy_blocks(on_gpu, gpu.array(source), gpu.array(target))

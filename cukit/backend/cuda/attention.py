@@ -1,4 +1,7 @@
-"""Causal attention of packed sequences: launches kernels/attention.cu. Same functions as the NumPy shelf; the reduction is described in kernels/attention.cuh."""
+"""Causal attention of packed sequences: launches kernels/attention.cu. Same functions as the NumPy shelf.
+
+kernels/attention.cuh says how keys are reduced, which decoding shares.
+"""
 
 from functools import cache
 from typing import NamedTuple
@@ -38,7 +41,8 @@ def _geometry(dtype, head_dim) -> _Geometry:
 def _head_dim(qkv, num_heads, num_kv_heads) -> int:
     """D of qkv (T, (H + 2K)·D), checked."""
     if qkv.ndim != 2 or num_heads % num_kv_heads or qkv.shape[1] % (num_heads + 2 * num_kv_heads):
-        raise ValueError(f"attention: qkv of shape {qkv.shape} does not hold {num_heads} query and {num_kv_heads} key heads: want (T, (H + 2K)·D), K dividing H")
+        raise ValueError(f"attention: qkv of shape {qkv.shape} does not hold {num_heads} query and {num_kv_heads} key heads: "
+                         "it must be (T, (H + 2K)·D) with K dividing H")
     head_dim = qkv.shape[1] // (num_heads + 2 * num_kv_heads)
     if head_dim % 4 or not 0 < head_dim <= MAX_HEAD_DIM:
         raise ValueError(f"attention: head_dim {head_dim} is not supported on cuda: a multiple of 4 up to {MAX_HEAD_DIM}, or device cpu")
@@ -67,7 +71,8 @@ def attention_backward(do, qkv, o, lse, cu_seqlens, num_heads, num_kv_heads):
     head_dim, total, num_seqs = _head_dim(qkv, num_heads, num_kv_heads), len(qkv), len(cu_seqlens) - 1
     dqkv, delta = empty(qkv.shape, qkv.dtype), empty((total, num_heads), np.float32)
     if do.shape != o.shape or o.shape != (total, num_heads * head_dim) or lse.shape != delta.shape:
-        raise ValueError(f"attention: do {do.shape}, o {o.shape}, lse {lse.shape}: want (T, H·D) twice and (T, H), with T = {total}, H = {num_heads}, D = {head_dim}")
+        raise ValueError(f"attention: do {do.shape}, o {o.shape}, lse {lse.shape} do not fit qkv {qkv.shape}: "
+                         f"they must be ({total}, {num_heads * head_dim}) twice and ({total}, {num_heads})")
     if total:
         geometry, kernels = _geometry(qkv.dtype, head_dim), load("attention", qkv.dtype, HEAD_DIM=head_dim)
         kernels.attention_delta(-(-total * num_heads // 4), 128, delta, do, o, total * num_heads)

@@ -83,7 +83,8 @@ def paged_prefill_attention(qkv, k_cache, v_cache, block_tables, cu_seqlens_q, c
 
 def _check_caches(k_cache, v_cache, num_kv_heads, head_dim):
     if k_cache.shape != v_cache.shape or k_cache.shape[2:] != (num_kv_heads, head_dim):
-        raise ValueError(f"paged attention: caches of shape {k_cache.shape} and {v_cache.shape}, want (num_blocks, block_size, {num_kv_heads}, {head_dim}) twice")
+        raise ValueError(f"paged attention: caches of shape {k_cache.shape} and {v_cache.shape}: "
+                         f"both must be (num_blocks, block_size, {num_kv_heads}, {head_dim})")
 
 
 def _check_queries(qkv, k_cache, v_cache, block_tables, context_lens, num_heads, batch):
