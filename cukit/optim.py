@@ -1,4 +1,4 @@
-"""AdamW over Parameters with float32 master weights, gradient clipping, loss scaling for float16, and learning-rate schedules."""
+"""AdamW on float32 master weights, gradient clipping, loss scaling for float16, learning-rate schedules."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .autograd import Parameter
 from .backend import backend_of
 
 GROWTH_INTERVAL = 400  # finite steps after which the loss scale of float16 doubles (Precision-RL's value)
-MAX_LOSS_SCALE = 2.0 ** 24
+MAX_LOSS_SCALE = 2.0**24
 
 
 class AdamW:
@@ -20,8 +20,16 @@ class AdamW:
     decay(parameter) says which parameters weight_decay applies to (default: matrices, not norm weights and biases).
     """
 
-    def __init__(self, parameters: list[Parameter], lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
-                 weight_decay: float = 0.0, max_grad_norm: float = 0.0, decay: Callable[[Parameter], bool] | None = None):
+    def __init__(
+        self,
+        parameters: list[Parameter],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        max_grad_norm: float = 0.0,
+        decay: Callable[[Parameter], bool] | None = None,
+    ):
         self.parameters = [parameter for parameter in parameters if parameter.requires_grad]
         self.lr, self.betas, self.eps, self.max_grad_norm = lr, betas, eps, max_grad_norm
         decays = decay or (lambda parameter: len(parameter.shape) > 1)
@@ -29,7 +37,7 @@ class AdamW:
         self.step_count = 0  # updates that were applied
         self.skipped = 0  # updates that were not, because the gradient was not finite
         half = any(parameter.dtype == np.float16 for parameter in self.parameters)
-        self.loss_scale = 2.0 ** 16 if half else 1.0  # multiply the loss by this before backward()
+        self.loss_scale = 2.0**16 if half else 1.0  # multiply the loss by this before backward()
         self._dynamic_scale, self._finite_in_a_row = half, 0
         self._moments, self._masters = [], []
         for parameter in self.parameters:
@@ -50,10 +58,11 @@ class AdamW:
         return math.sqrt(backend_of(grads[0]).sum_of_squares(grads)) / self.loss_scale
 
     def step(self, lr: float | None = None) -> tuple[float, bool]:
-        """One update from Parameter.grad, clipped by min(1, max_grad_norm / (norm + 1e-6)) as torch does, then zero_grad().
+        """One update from Parameter.grad, clipped by min(1, max_grad_norm / (norm + 1e-6)) as torch does, then
+        zero_grad().
 
-        Returns (gradient norm before clipping, whether weights were updated). A norm that is not finite changes no weight: the
-        update is counted in `skipped`, and float16 halves its loss scale.
+        Returns (gradient norm before clipping, whether weights were updated). A norm that is not finite changes no
+        weight: the update is counted in `skipped`, and float16 halves its loss scale.
         """
         norm = self.grad_norm()
         finite = math.isfinite(norm)
@@ -68,10 +77,23 @@ class AdamW:
 
     def _update(self, lr: float, grad_scale: float):
         self.step_count += 1
-        for parameter, master, (m, v), weight_decay in zip(self.parameters, self._masters, self._moments, self.weight_decay, strict=True):
+        for parameter, master, (m, v), weight_decay in zip(
+            self.parameters, self._masters, self._moments, self.weight_decay, strict=True
+        ):
             if parameter.grad is not None:
-                backend_of(master).adamw_step(master, m, v, parameter.grad, parameter.data, lr, *self.betas, self.eps, weight_decay,
-                                              self.step_count, grad_scale)
+                backend_of(master).adamw_step(
+                    master,
+                    m,
+                    v,
+                    parameter.grad,
+                    parameter.data,
+                    lr,
+                    *self.betas,
+                    self.eps,
+                    weight_decay,
+                    self.step_count,
+                    grad_scale,
+                )
 
     def _adapt_loss_scale(self, finite: bool):
         if not self._dynamic_scale:
@@ -84,7 +106,11 @@ class AdamW:
 
     def state_dict(self) -> dict[str, object]:
         """name -> array: moments, master weights of half-precision parameters, and the counters as one host array."""
-        state = {"optimizer.counters": np.array([self.step_count, self.skipped, self._finite_in_a_row, self.loss_scale], np.float64)}
+        state = {
+            "optimizer.counters": np.array(
+                [self.step_count, self.skipped, self._finite_in_a_row, self.loss_scale], np.float64
+            )
+        }
         for parameter, master, (m, v) in zip(self.parameters, self._masters, self._moments, strict=True):
             state[f"{parameter.name}.exp_avg"], state[f"{parameter.name}.exp_avg_sq"] = m, v
             if master is not parameter.data:
@@ -92,14 +118,19 @@ class AdamW:
         return state
 
     def load_state_dict(self, state: dict[str, object]):
-        """Take back what state_dict() gave, host arrays included. Raises ValueError for a missing or wrongly shaped array."""
+        """Take back what state_dict() gave, host arrays included; ValueError for a missing or wrongly shaped one."""
         own = self.state_dict()
         missing, foreign = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
         if missing or foreign:
-            raise ValueError(f"optimizer state does not fit this model: missing {missing[:3]}, unexpected {foreign[:3]}")
+            raise ValueError(
+                f"optimizer state does not fit this model: missing {missing[:3]}, unexpected {foreign[:3]}"
+            )
         for name, array in own.items():
             if tuple(state[name].shape) != tuple(array.shape):
-                raise ValueError(f"optimizer state {name} has shape {tuple(state[name].shape)}, this model needs {tuple(array.shape)}")
+                raise ValueError(
+                    f"optimizer state {name} has shape {tuple(state[name].shape)}, "
+                    f"this model needs {tuple(array.shape)}"
+                )
             if name != "optimizer.counters":
                 array[...] = backend_of(array).array(state[name], array.dtype)
         counters = np.asarray(state["optimizer.counters"])
@@ -110,8 +141,8 @@ class AdamW:
 def learning_rate_factor(schedule: str, step: int, num_steps: int, warmup_steps: int = 0) -> float:
     """What the peak learning rate is multiplied with in update `step` (from 0) of `num_steps`.
 
-    Shapes as in transformers (constant, constant_with_warmup, linear, cosine), except that warm-up is (step + 1) / warmup_steps: their
-    first update has a learning rate of 0 and is lost.
+    Shapes as in transformers (constant, constant_with_warmup, linear, cosine), except that warm-up is (step + 1) /
+    warmup_steps: their first update has a learning rate of 0 and is lost.
     """
     if schedule == "constant":
         return 1.0
@@ -124,4 +155,6 @@ def learning_rate_factor(schedule: str, step: int, num_steps: int, warmup_steps:
         return 1.0 - progress
     if schedule == "cosine":
         return 0.5 * (1.0 + math.cos(math.pi * progress))
-    raise ValueError(f"lr_scheduler_type {schedule!r} is not known: choose constant, constant_with_warmup, linear or cosine")
+    raise ValueError(
+        f"lr_scheduler_type {schedule!r} is not known: choose constant, constant_with_warmup, linear or cosine"
+    )

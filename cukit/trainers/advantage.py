@@ -17,8 +17,9 @@ def combine_rewards(rewards: np.ndarray, reward_weights: list[float] | None) -> 
 def group_advantages(rewards: np.ndarray, num_generations: int, scale_rewards: str):
     """Rewards (rows,) of consecutive groups -> (advantages (rows,), mean (groups,), std (groups,)).
 
-    advantage = (r − group mean) / (std + 1e-4), the standard deviation with n − 1 over the group ("group"), over all rows
-    ("batch"), or without a division ("none": Dr. GRPO). A NaN reward is left out of the statistics and has advantage 0.
+    advantage = (r − group mean) / (std + 1e-4), the standard deviation with n − 1 over the group ("group"), over all
+    rows ("batch"), or without a division ("none": Dr. GRPO). A NaN reward is left out of the statistics and has
+    advantage 0.
     """
     groups = rewards.reshape(-1, num_generations)
     mean = _nan_mean(groups)
@@ -44,12 +45,14 @@ def _nan_std(rows):
     return np.where(count > 1, np.sqrt(squares / np.maximum(count - 1, 1)), 0.0)
 
 
-def token_weights(loss_type: str, lengths: np.ndarray, max_completion_length: int, num_items: float | None = None) -> np.ndarray:
-    """(rows,): the weight in the loss of every token of a row that has `lengths` counted tokens, over a whole optimizer batch.
+def token_weights(
+    loss_type: str, lengths: np.ndarray, max_completion_length: int, num_items: float | None = None
+) -> np.ndarray:
+    """(rows,): the loss weight of each token of a row with `lengths` counted tokens, over a whole optimizer batch.
 
     grpo: mean over a row's tokens, then over rows (empty rows count); dr_grpo: Σ / (rows · max_completion_length);
-    bnpo: Σ / tokens of this batch; dapo and cispo: Σ / num_items, the tokens of the batch on all devices (default: of this one).
-    Because a weight is fixed before the batch is split, no split into micro-batches changes the gradient.
+    bnpo: Σ / tokens of this batch; dapo and cispo: Σ / num_items, the tokens of the batch on all devices (default: of
+    this one). Because a weight is fixed before the batch is split, no split into micro-batches changes the gradient.
     """
     lengths = np.asarray(lengths, np.float64)
     tokens = max(float(lengths.sum()), 1.0)

@@ -1,4 +1,4 @@
-"""Completions for reinforcement learning: the engine on the trainer's own weights, and the batch that training keeps of them."""
+"""Completions for reinforcement learning: the engine on the trainer's weights, and the batch that training keeps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..engine.llm import LLM
 
 @dataclass
 class Samples:
-    """Rows of completions; the n samples of a prompt are consecutive. Ids are the engine's own, never text tokenised again."""
+    """Rows of completions, the n of a prompt side by side. Ids are the engine's own, never text tokenised again."""
 
     prompt_ids: list[list[int]]
     completion_ids: list[list[int]]  # the stop token included
@@ -87,9 +87,14 @@ class GenerationBatch:
 
     def to_arrays(self) -> dict[str, np.ndarray]:
         """The batch as flat arrays, for a checkpoint in the middle of a generation batch."""
-        arrays = {"tokens": np.concatenate(self.sequences).astype(np.int32), "lengths": np.array([len(ids) for ids in self.sequences]),
-                  "prompt_lengths": np.asarray(self.prompt_lengths), "old_logps": np.concatenate(self.old_logps),
-                  "advantages": self.advantages, "counted": self.counted.astype(np.uint8)}
+        arrays = {
+            "tokens": np.concatenate(self.sequences).astype(np.int32),
+            "lengths": np.array([len(ids) for ids in self.sequences]),
+            "prompt_lengths": np.asarray(self.prompt_lengths),
+            "old_logps": np.concatenate(self.old_logps),
+            "advantages": self.advantages,
+            "counted": self.counted.astype(np.uint8),
+        }
         return arrays if self.ref_logps is None else arrays | {"ref_logps": np.concatenate(self.ref_logps)}
 
     @classmethod
@@ -97,5 +102,11 @@ class GenerationBatch:
         lengths, prompt_lengths = arrays["lengths"], arrays["prompt_lengths"]
         borders = np.cumsum(lengths - prompt_lengths)[:-1]
         ref = np.split(arrays["ref_logps"], borders) if "ref_logps" in arrays else None
-        return cls([ids.tolist() for ids in np.split(arrays["tokens"], np.cumsum(lengths)[:-1])], prompt_lengths,
-                   np.split(arrays["old_logps"], borders), ref, arrays["advantages"], arrays["counted"].astype(bool))
+        return cls(
+            [ids.tolist() for ids in np.split(arrays["tokens"], np.cumsum(lengths)[:-1])],
+            prompt_lengths,
+            np.split(arrays["old_logps"], borders),
+            ref,
+            arrays["advantages"],
+            arrays["counted"].astype(bool),
+        )

@@ -18,7 +18,9 @@ class RewardScorer:
         if not specs:
             raise ValueError("reward_funcs is empty: give exact, boxed, gsm8k, path/file.py:function or a function")
         if reward_weights is not None and len(reward_weights) != len(specs):
-            raise ValueError(f"reward_weights has {len(reward_weights)} values for {len(specs)} reward_funcs; give one each")
+            raise ValueError(
+                f"reward_weights has {len(reward_weights)} values for {len(specs)} reward_funcs; give one each"
+            )
         self.functions, self.weights = [load_reward(spec) for spec in specs], reward_weights
         self.names = []
         for function in self.functions:
@@ -26,10 +28,14 @@ class RewardScorer:
             self.names.append(name if name not in self.names else f"{name}_{len(self.names)}")
 
     def __call__(self, rows: list[dict], samples: Samples) -> tuple[np.ndarray, np.ndarray]:
-        """rows: the data row of each completion. Returns the weighted sum (rows,) and every function's (rows, functions); NaN = None."""
+        """rows: the data row of each completion. Returns the weighted sums (rows,) and all values (rows, functions).
+
+        NaN stands for None."""
         prompts = [row["prompt"] for row in rows]
-        completions = [[{"role": "assistant", "content": text}] if is_conversational(prompt) else text
-                       for prompt, text in zip(prompts, samples.texts, strict=True)]
+        completions = [
+            [{"role": "assistant", "content": text}] if is_conversational(prompt) else text
+            for prompt, text in zip(prompts, samples.texts, strict=True)
+        ]
         columns = reward_columns(rows)
         values = np.empty((len(rows), len(self.functions)))
         for index, (function, name) in enumerate(zip(self.functions, self.names, strict=True)):
@@ -38,9 +44,13 @@ class RewardScorer:
         return combine_rewards(values, self.weights), values
 
     def metrics(self, by_function: np.ndarray, rewards: np.ndarray, mean: np.ndarray, std: np.ndarray) -> dict:
-        """rewards/NAME/mean and /std, reward, reward_std, frac_reward_zero_std (groups), frac_reward_none (completions)."""
-        found = {"reward": nan_mean(mean), "reward_std": float(np.mean(std)), "frac_reward_zero_std": float(np.mean(np.isclose(std, 0))),
-                 "frac_reward_none": float(np.mean(np.isnan(rewards)))}
+        """reward, reward_std, frac_reward_zero_std (of groups), frac_reward_none (of completions), rewards/NAME/…"""
+        found = {
+            "reward": nan_mean(mean),
+            "reward_std": float(np.mean(std)),
+            "frac_reward_zero_std": float(np.mean(np.isclose(std, 0))),
+            "frac_reward_none": float(np.mean(np.isnan(rewards))),
+        }
         for index, name in enumerate(self.names):
             values = by_function[:, index][~np.isnan(by_function[:, index])]
             found[f"rewards/{name}/mean"] = nan_mean(values)
@@ -54,19 +64,26 @@ def sample_metrics(samples: Samples) -> dict:
     terminated = lengths[~truncated] if not truncated.all() else np.zeros(1)
     found = {"completions/clipped_ratio": float(truncated.mean())}
     for name, values in (("length", lengths), ("terminated_length", terminated)):
-        found |= {f"completions/mean_{name}": float(values.mean()), f"completions/min_{name}": float(values.min()),
-                  f"completions/max_{name}": float(values.max())}
+        found |= {
+            f"completions/mean_{name}": float(values.mean()),
+            f"completions/min_{name}": float(values.min()),
+            f"completions/max_{name}": float(values.max()),
+        }
     return found
 
 
-def completion_rows(rows: list[dict], samples: Samples, names: list[str], by_function: np.ndarray, advantages=None) -> list[dict]:
+def completion_rows(
+    rows: list[dict], samples: Samples, names: list[str], by_function: np.ndarray, advantages=None
+) -> list[dict]:
     """Rows of completions.jsonl for the first len(rows) samples."""
     found = []
     for index, row in enumerate(rows):
         entry = {"prompt": row["prompt"], "completion": samples.texts[index]}
         entry |= {f"rewards/{name}": by_function[index, i] for i, name in enumerate(names)}
         entry |= {} if advantages is None else {"advantage": advantages[index]}
-        found.append(entry | {"finish_reason": samples.finish_reasons[index], "length": len(samples.completion_ids[index])})
+        found.append(
+            entry | {"finish_reason": samples.finish_reasons[index], "length": len(samples.completion_ids[index])}
+        )
     return found
 
 

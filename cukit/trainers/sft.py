@@ -28,12 +28,12 @@ class _Examples:
 
 
 class SFTTrainer(Trainer):
-    """SFTTrainer(model="folder", args=SFTConfig(…), train_dataset=rows, eval_dataset=rows).train(); .evaluate(); .save_model(folder)
+    """SFTTrainer(model="folder", args=SFTConfig(…), train_dataset=rows).train(); also .evaluate(), .save_model(folder)
 
-    Rows as cukit.data says. The loss is on what the assistant says (completion_only_loss=False: on everything). Sequences are always
-    packed without padding and never see one another. `packing` makes a training row of as many whole demonstrations as fit
-    in max_length tokens. The loss is a mean over the learnt tokens of the whole optimizer batch, however it is split.
-    init_from_config starts from random weights (seed) of the folder's config.json.
+    Rows as cukit.data says. The loss is on what the assistant says (completion_only_loss=False: on everything).
+    Sequences are always packed without padding and never see one another. `packing` makes a training row of as many
+    whole demonstrations as fit in max_length tokens. The loss is a mean over the learnt tokens of the whole optimizer
+    batch, however it is split. init_from_config starts from random weights (seed) of the folder's config.json.
     """
 
     label = "sft"
@@ -57,11 +57,17 @@ class SFTTrainer(Trainer):
             raise ValueError(f"{name}: {error}") from None
         for what, count in counts.items():
             if count:
-                self.say(f"{name}: {count} of {len(rows)} rows {what}: longer than {limit} tokens (max_length, or the model's context)")
+                self.say(
+                    f"{name}: {count} of {len(rows)} rows {what}: longer than {limit} tokens "
+                    "(max_length, or the model's context)"
+                )
         if self.args.completion_only_loss is False:
             examples = [(ids, [1] * len(ids)) for ids, _ in examples]
         if self.args.packing and name == "train_dataset":
-            return [[examples[i] for i in chosen] for chosen in pack([len(ids) for ids, _ in examples], self.args.max_length)]
+            return [
+                [examples[i] for i in chosen]
+                for chosen in pack([len(ids) for ids, _ in examples], self.args.max_length)
+            ]
         return [[example] for example in examples]
 
     def count_steps(self):
@@ -87,14 +93,17 @@ class SFTTrainer(Trainer):
     def compute_loss(self, micro_batch):
         model, be = self.model, self.model.backend
         tokens, positions, attend = pack_sequences(model, micro_batch.sequences)
-        # the first token of a sequence has nothing before it; the token at row t is predicted by the hidden state of row t − 1
+        # the first token has nothing before it; the token at row t is predicted by the hidden state of row t − 1
         learnt = np.concatenate([[False, *map(bool, mask[1:])] for mask in micro_batch.masks])
         rows = be.array(np.flatnonzero(learnt).astype(np.int32))
         hidden = index_rows(model.forward(tokens, positions, attend), rows - 1)
         logprobs, entropy = lm_head_logprobs(hidden, model.lm_head.weight, tokens[rows], 1.0, self.tokenizer_limit)
         loss = logprobs.sum() * -micro_batch.weight
-        return loss, {"entropy": entropy.data.sum(), "learnt": np.asarray(len(rows)),
-                      "correct": self._count_correct(hidden.data, tokens[rows])}
+        return loss, {
+            "entropy": entropy.data.sum(),
+            "learnt": np.asarray(len(rows)),
+            "correct": self._count_correct(hidden.data, tokens[rows]),
+        }
 
     @property
     def tokenizer_limit(self):
@@ -106,7 +115,9 @@ class SFTTrainer(Trainer):
         be, head, limit = self.model.backend, self.model.lm_head.weight.data, self.tokenizer_limit
         starts = range(0, len(targets), chunk_rows)
         parts = [slice(start, start + chunk_rows) for start in starts]
-        return sum((be.linear_forward(hidden[part], head)[:, :limit].argmax(axis=1) == targets[part]).sum() for part in parts)
+        return sum(
+            (be.linear_forward(hidden[part], head)[:, :limit].argmax(axis=1) == targets[part]).sum() for part in parts
+        )
 
     def step_metrics(self, sums):
         count = max(float(sums["learnt"]), 1.0)
@@ -120,4 +131,6 @@ class SFTTrainer(Trainer):
                 loss, extra = self.compute_loss(micro_batch)
                 for name, value in (extra | {"loss": loss.data}).items():
                     total[name] = total.get(name, 0.0) + float(be.to_numpy(value))
-        return {"eval/loss": total.pop("loss")} | {f"eval/{name}": value for name, value in self.step_metrics(total).items()}
+        return {"eval/loss": total.pop("loss")} | {
+            f"eval/{name}": value for name, value in self.step_metrics(total).items()
+        }

@@ -1,6 +1,7 @@
 """The loop that every method shares: micro-batches, clipping, the update, metrics, evaluation, checkpoints, resume.
 
-A method says how many steps there are, what a batch is, what its loss is and how it is evaluated (the hooks below); all else is here.
+A method says how many steps there are, what a batch is, what its loss is and how it is evaluated (the hooks below); all
+else is here.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ LATEST = ("learning_rate", "num_tokens", "epoch", "skipped_updates", "loss_scale
 
 
 class TrainerCallback:
-    """What a user may hook into; override any of these. `trainer` has model, tokenizer, args, global_step, run_folder."""
+    """What a user may hook into. `trainer` has model, tokenizer, args, global_step, run_folder."""
 
     def on_step_end(self, trainer, metrics: dict):
         """After every optimizer step, with that step's metrics."""
@@ -41,14 +42,26 @@ class TrainerCallback:
 
 
 class Trainer:
-    """See SFTTrainer and GRPOTrainer. `model` is a model folder or a Decoder (then processing_class must be its Tokenizer)."""
+    """See SFTTrainer and GRPOTrainer. `model`: a model folder, or a Decoder (then with processing_class)."""
 
     label = "run"
 
-    def __init__(self, model, args, train_dataset, eval_dataset=None, processing_class=None, callbacks=(), device="auto", dtype="auto"):
+    def __init__(
+        self,
+        model,
+        args,
+        train_dataset,
+        eval_dataset=None,
+        processing_class=None,
+        callbacks=(),
+        device="auto",
+        dtype="auto",
+    ):
         self.args, self.callbacks = args, list(callbacks)
         self.run_folder = self.optimizer = self.logger = self.progress = None
-        device, dtype = (chosen if chosen != "auto" else given for chosen, given in ((device, args.device), (dtype, args.dtype)))
+        device, dtype = (
+            chosen if chosen != "auto" else given for chosen, given in ((device, args.device), (dtype, args.dtype))
+        )
         self.model_name = None if isinstance(model, Decoder) else str(model)
         if isinstance(model, Decoder) and processing_class is None:
             raise ValueError("a model that is already loaded needs its tokenizer: give processing_class")
@@ -83,7 +96,7 @@ class Trainer:
         raise NotImplementedError
 
     def compute_loss(self, micro_batch):
-        """(loss Tensor, {name: array}) of one micro-batch. A step adds them up; of a name that begins with max/ it takes the largest."""
+        """(loss Tensor, {name: array}) of one micro-batch. A step adds them up; of names max/… it takes the largest."""
         raise NotImplementedError
 
     def step_metrics(self, sums: dict) -> dict:
@@ -110,7 +123,8 @@ class Trainer:
     # ---- the public face ----
 
     def train(self, resume_from_checkpoint=None) -> dict:
-        """Run to the last step and return the last logged metrics. resume_from_checkpoint: a checkpoint or run folder, or "latest".
+        """Run to the last step and return the last logged metrics. resume_from_checkpoint: a checkpoint or run folder,
+        or "latest".
 
         Ctrl-C ends the run after the current step with a checkpoint; a second Ctrl-C ends it at once.
         """
@@ -127,14 +141,21 @@ class Trainer:
                 window.add(metrics)
                 self._call("on_step_end", metrics)
                 self.progress.advance(self.global_step)
-                if self.global_step % self.args.logging_steps == 0 or self.global_step == self.total_steps or stop.requested:
+                if (
+                    self.global_step % self.args.logging_steps == 0
+                    or self.global_step == self.total_steps
+                    or stop.requested
+                ):
                     last_row = self._log(window.pop())
                 self._evaluate_and_save_if_due(stop.requested)
         self.progress = None
         self.logger.close()
         if self.global_step < self.total_steps:
-            print(f"stopped at step {self.global_step} of {self.total_steps}; go on with "
-                  f"--output_dir {self.run_folder} --resume_from_checkpoint latest", flush=True)
+            print(
+                f"stopped at step {self.global_step} of {self.total_steps}; go on with "
+                f"--output_dir {self.run_folder} --resume_from_checkpoint latest",
+                flush=True,
+            )
         self._call("on_train_end")
         return last_row
 
@@ -171,7 +192,9 @@ class Trainer:
                 for name, value in (extra | {"loss": loss.data}).items():
                     combine = np.maximum if name.startswith("max/") else np.add
                     sums[name] = combine(sums[name], value) if name in sums else value
-            sums = {name: be.to_numpy(value).astype(np.float64) for name, value in sums.items()}  # the step's one wait for the device
+            sums = {
+                name: be.to_numpy(value).astype(np.float64) for name, value in sums.items()
+            }  # the step's one wait for the device
             loss_value = float(sums.pop("loss", 0.0))
             warmup = self.args.warmup_steps or round(self.args.warmup_ratio * self.total_steps)
             factor = learning_rate_factor(self.args.lr_scheduler_type, self.global_step, self.total_steps, warmup)
@@ -182,8 +205,14 @@ class Trainer:
         self.global_step += 1
         self._epoch_ended = int(self.sampler.epochs_done) > int(epochs_before)
         metrics |= self.step_metrics(sums)
-        metrics |= {"loss": loss_value, "grad_norm": grad_norm, "learning_rate": self.args.learning_rate * factor,
-                    "skipped_updates": self.optimizer.skipped, "num_tokens": self.num_tokens, "epoch": self.sampler.epochs_done}
+        metrics |= {
+            "loss": loss_value,
+            "grad_norm": grad_norm,
+            "learning_rate": self.args.learning_rate * factor,
+            "skipped_updates": self.optimizer.skipped,
+            "num_tokens": self.num_tokens,
+            "epoch": self.sampler.epochs_done,
+        }
         if self.optimizer.loss_scale != 1:
             metrics["loss_scale"] = self.optimizer.loss_scale
         if not applied:
@@ -226,9 +255,18 @@ class Trainer:
         # a run that is resumed goes on in its own folder unless another is named
         folder = args.output_dir or (str(source.parent) if source else None)
         self.run_folder = checkpoint.open_run_folder(folder, self.label, resume=source is not None)
-        decays = {id(p): not name.endswith("bias") and "norm" not in name for name, p in self.model.named_parameters().items()}
-        self.optimizer = AdamW(self.model.parameters(), args.learning_rate, (args.adam_beta1, args.adam_beta2), args.adam_epsilon,
-                               args.weight_decay, args.max_grad_norm, decay=lambda parameter: decays[id(parameter)])
+        decays = {
+            id(p): not name.endswith("bias") and "norm" not in name for name, p in self.model.named_parameters().items()
+        }
+        self.optimizer = AdamW(
+            self.model.parameters(),
+            args.learning_rate,
+            (args.adam_beta1, args.adam_beta2),
+            args.adam_epsilon,
+            args.weight_decay,
+            args.max_grad_norm,
+            decay=lambda parameter: decays[id(parameter)],
+        )
         if source:
             self._resume(source)
         if not (Path(self.run_folder) / "config.yaml").exists():
@@ -243,10 +281,17 @@ class Trainer:
     def save_checkpoint(self) -> Path:
         """Write run_folder/checkpoint-N: a model folder plus the trainer's state."""
         arrays, values = self.method_state()
-        state = {"global_step": self.global_step, "num_tokens": self.num_tokens, "evaluations": self.evaluations,
-                 "sampler": self.sampler.state_dict(), "method": values}
+        state = {
+            "global_step": self.global_step,
+            "num_tokens": self.num_tokens,
+            "evaluations": self.evaluations,
+            "sampler": self.sampler.state_dict(),
+            "method": values,
+        }
         arrays = {f"method.{name}": value for name, value in arrays.items()} | self.optimizer.state_dict()
-        folder = checkpoint.save_checkpoint(checkpoint.checkpoint_folder(self.run_folder, self.global_step), self.model, self.tokenizer, arrays, state)
+        folder = checkpoint.save_checkpoint(
+            checkpoint.checkpoint_folder(self.run_folder, self.global_step), self.model, self.tokenizer, arrays, state
+        )
         checkpoint.rotate_checkpoints(self.run_folder, self.args.save_total_limit)
         return folder
 
@@ -255,14 +300,21 @@ class Trainer:
         stored = load_model(source, self.model.backend.name, self.model.dtype)
         for parameter, other in zip(self.model.parameters(), stored.parameters(), strict=True):
             if parameter.shape != other.shape:
-                raise ValueError(f"{source} holds another model: {other.name} has shape {other.shape}, this one's is {parameter.shape}")
+                raise ValueError(
+                    f"{source} holds another model: {other.name} has shape {other.shape}, "
+                    f"this one's is {parameter.shape}"
+                )
             parameter.data[...] = other.data
         own = {name.removeprefix("method."): value for name, value in arrays.items() if name.startswith("method.")}
-        self.optimizer.load_state_dict({name: value for name, value in arrays.items() if not name.startswith("method.")})
+        self.optimizer.load_state_dict(
+            {name: value for name, value in arrays.items() if not name.startswith("method.")}
+        )
         self.global_step, self.num_tokens = state["global_step"], state["num_tokens"]
         self.evaluations = [(step, metrics) for step, metrics in state["evaluations"]]
         if self.global_step > self.total_steps:
-            raise ValueError(f"{source} is at step {self.global_step}, beyond this run's {self.total_steps} steps; raise max_steps")
+            raise ValueError(
+                f"{source} is at step {self.global_step}, beyond this run's {self.total_steps} steps; raise max_steps"
+            )
         self.sampler.load_state(state["sampler"])
         self.load_method_state(own, state["method"])
         self.weights_changed()
@@ -308,4 +360,3 @@ class _StopSignal:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before = {}
-

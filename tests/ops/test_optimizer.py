@@ -15,7 +15,9 @@ HYPER = dict(lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, max_grad_no
 
 def parameters(dtype, seed=0):
     rng = np.random.default_rng(seed)
-    return [Parameter(rng.normal(size=shape).astype(dtype), name) for name, shape in (("matrix", (5, 7)), ("norm", (7,)))]
+    return [
+        Parameter(rng.normal(size=shape).astype(dtype), name) for name, shape in (("matrix", (5, 7)), ("norm", (7,)))
+    ]
 
 
 def gradients(step):
@@ -36,7 +38,7 @@ def reference(weights, num_steps):
             g = grad * factor
             m[i], v[i] = 0.9 * m[i] + 0.1 * g, 0.95 * v[i] + 0.05 * g * g
             weights[i] = weights[i] * (1 - 1e-2 * (0.1 if i == 0 else 0.0))
-            weights[i] = weights[i] - 1e-2 * (m[i] / (1 - 0.9 ** step)) / (np.sqrt(v[i] / (1 - 0.95 ** step)) + 1e-8)
+            weights[i] = weights[i] - 1e-2 * (m[i] / (1 - 0.9**step)) / (np.sqrt(v[i] / (1 - 0.95**step)) + 1e-8)
     return weights, norms
 
 
@@ -100,12 +102,12 @@ def test_non_finite_gradients_are_skipped(bad):
 def test_loss_scale_of_float16():
     params = parameters(np.float16)
     optimizer = AdamW(params, **HYPER)
-    assert optimizer.loss_scale == 2 ** 16
+    assert optimizer.loss_scale == 2**16
     params[0].grad_buffer()[0, 0] = np.inf
     optimizer.step()
-    assert optimizer.loss_scale == 2 ** 15
+    assert optimizer.loss_scale == 2**15
     train(params, optimizer, range(GROWTH_INTERVAL))
-    assert optimizer.loss_scale == 2 ** 16
+    assert optimizer.loss_scale == 2**16
     assert AdamW(parameters(np.float32)).loss_scale == 1
 
 

@@ -18,18 +18,38 @@ CASES = json.loads(str(GOLDEN["grpo/cases"]))
 def golden_inputs(case):
     """(new, old, ref, advantages, weights) as (8, 13) arrays, the weights 0 at masked tokens."""
     mask = GOLDEN[f"grpo/mask_{case['mask']}"]
-    per_row = token_weights(case["loss_type"], mask.sum(1), int(GOLDEN["grpo/max_completion_length"]),
-                            float(GOLDEN[f"grpo/num_items_{case['mask']}"]))
+    per_row = token_weights(
+        case["loss_type"],
+        mask.sum(1),
+        int(GOLDEN["grpo/max_completion_length"]),
+        float(GOLDEN[f"grpo/num_items_{case['mask']}"]),
+    )
     advantages = np.broadcast_to(GOLDEN["grpo/advantages"][:, None], mask.shape)
-    return GOLDEN["grpo/new_logps"], GOLDEN["grpo/old_logps"], GOLDEN["grpo/ref_logps"], advantages, per_row[:, None] * mask
+    return (
+        GOLDEN["grpo/new_logps"],
+        GOLDEN["grpo/old_logps"],
+        GOLDEN["grpo/ref_logps"],
+        advantages,
+        per_row[:, None] * mask,
+    )
 
 
 def run(case, new, old, ref, advantages, weights, cu_seqlens):
     leaf = Tensor(new.copy(), requires_grad=True)
     loss, stats = policy_loss(
-        leaf, old, ref if case["beta"] else None, advantages, weights, kind=POLICY_KINDS[case["loss_type"]], eps_low=case["eps_low"],
-        eps_high=case["eps_high"], delta=case["delta"], beta=case["beta"], bias_kl=case["bias_kl"],
-        cu_seqlens=cu_seqlens if case["level"] == "sequence" else None)
+        leaf,
+        old,
+        ref if case["beta"] else None,
+        advantages,
+        weights,
+        kind=POLICY_KINDS[case["loss_type"]],
+        eps_low=case["eps_low"],
+        eps_high=case["eps_high"],
+        delta=case["delta"],
+        beta=case["beta"],
+        bias_kl=case["bias_kl"],
+        cu_seqlens=cu_seqlens if case["level"] == "sequence" else None,
+    )
     loss.backward()
     return loss.item(), leaf.grad, dict(zip(STATS, stats, strict=True))
 
@@ -49,10 +69,16 @@ def test_golden(name, packed):
     assert stats["num_tokens"] == mask.sum()
     if case["loss_type"] != "cispo":
         low, high = stats["clip_low"] / stats["clip_count"], stats["clip_high"] / stats["clip_count"]
-        np.testing.assert_allclose([low, high, low + high], [GOLDEN[f"grpo/{name}/clip_{m}_mean"] for m in ("low", "high", "region")],
-                                   rtol=0, atol=1e-12)
+        np.testing.assert_allclose(
+            [low, high, low + high],
+            [GOLDEN[f"grpo/{name}/clip_{m}_mean"] for m in ("low", "high", "region")],
+            rtol=0,
+            atol=1e-12,
+        )
     if case["beta"]:
-        np.testing.assert_allclose(stats["kl"] / stats["num_tokens"], GOLDEN[f"grpo/{name}/kl_mean"], rtol=0, atol=1e-12)
+        np.testing.assert_allclose(
+            stats["kl"] / stats["num_tokens"], GOLDEN[f"grpo/{name}/kl_mean"], rtol=0, atol=1e-12
+        )
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
@@ -65,15 +91,24 @@ def test_kl_estimates(estimator):
     np.testing.assert_allclose(slope, (up - down) / (2 * step), rtol=0, atol=1e-8)
 
 
-@pytest.mark.parametrize("kind, level", [("clip", "token"), ("clip", "sequence"), ("cispo", "token"), ("cispo", "sequence")])
+@pytest.mark.parametrize(
+    "kind, level", [("clip", "token"), ("clip", "sequence"), ("cispo", "token"), ("cispo", "sequence")]
+)
 def test_gradient_along_a_direction(kind, level):
-    """Every term at once, bias-corrected KL included. CISPO's factor is a constant by definition, so its ratio is held fixed."""
+    """Every term at once, bias-corrected KL included. CISPO's ratio is held fixed: a constant by definition."""
     rng = np.random.default_rng(0)
     count, cu_seqlens = 29, np.array([0, 1, 1, 18, 29], np.int32)
     new, old, ref, advantages, direction = rng.normal(size=(5, count))
     weights = rng.random(count) * (rng.random(count) > 0.2)
-    settings = dict(kind=kind, eps_low=0.2, eps_high=1.3 if kind == "cispo" else 0.3, delta=1.7, beta=0.1, bias_kl=kind == "clip",
-                    cu_seqlens=cu_seqlens if level == "sequence" else None)
+    settings = dict(
+        kind=kind,
+        eps_low=0.2,
+        eps_high=1.3 if kind == "cispo" else 0.3,
+        delta=1.7,
+        beta=0.1,
+        bias_kl=kind == "clip",
+        cu_seqlens=cu_seqlens if level == "sequence" else None,
+    )
     leaf = Tensor(new.copy(), requires_grad=True)
     policy_loss(leaf, old, ref, advantages, weights, **settings)[0].backward()
     step = 1e-6
@@ -133,7 +168,9 @@ def test_splitting_the_batch_changes_nothing(loss_type, rows_each):
 
     def grad(tokens):
         leaf = Tensor(new[tokens], requires_grad=True)
-        loss, _ = policy_loss(leaf, old[tokens], None, advantages[tokens], weights[tokens], kind=POLICY_KINDS[loss_type])
+        loss, _ = policy_loss(
+            leaf, old[tokens], None, advantages[tokens], weights[tokens], kind=POLICY_KINDS[loss_type]
+        )
         loss.backward()
         return loss.item(), leaf.grad
 

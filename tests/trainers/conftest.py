@@ -2,10 +2,13 @@
 
 import json
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from cukit import GRPOConfig, GRPOTrainer
 from cukit.backend import backend_for
 from cukit.config import ModelConfig
 from cukit.models.decoder import Decoder
@@ -23,8 +26,15 @@ def tokenizer():
 def make_model():
     """make_model(dtype="float32", seed=0): 2 layers, hidden 32, context 96."""
     raw = json.loads((FOLDER / "config.json").read_text())
-    raw |= {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
-            "head_dim": 16, "max_position_embeddings": 96}
+    raw |= {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "max_position_embeddings": 96,
+    }
 
     def make(dtype="float32", seed=0):
         model = Decoder(replace(ModelConfig.from_json(raw)), backend_for("cpu"), dtype)
@@ -37,8 +47,61 @@ def make_model():
 @pytest.fixture
 def rows():
     """12 rows with conversational prompts of different lengths."""
-    return [{"prompt": [{"role": "user", "content": "+".join(map(str, range(i % 5 + 1)))}], "answer": str(i)} for i in range(12)]
+    return [
+        {"prompt": [{"role": "user", "content": "+".join(map(str, range(i % 5 + 1)))}], "answer": str(i)}
+        for i in range(12)
+    ]
 
 
 def weights_of(model):
     return {name: parameter.data.copy() for name, parameter in model.named_parameters().items()}
+
+
+def share_of_ones(completions, **_):
+    """A dense reward: the share of the characters that are "1"."""
+    texts = [completion[0]["content"] if isinstance(completion, list) else completion for completion in completions]
+    return [text.count("1") / max(len(text), 1) for text in texts]
+
+
+def equal(completions, **_):
+    return [0.5] * len(completions)
+
+
+@pytest.fixture
+def make_grpo(make_model, tokenizer, tmp_path, rows):
+    """make_grpo(reward, dtype=, train_dataset=, **options) -> a GRPOTrainer of 16 completions a step."""
+    numbers = count()
+
+    def build(reward=share_of_ones, dtype="float32", train_dataset=None, eval_dataset=None, callbacks=(), **options):
+        options = (
+            dict(
+                output_dir=str(tmp_path / f"run{next(numbers)}"),
+                learning_rate=1e-2,
+                max_steps=2,
+                logging_steps=1,
+                lr_scheduler_type="constant",
+                per_device_train_batch_size=16,
+                num_generations=4,
+                max_completion_length=6,
+                gradient_checkpointing=False,
+                save_steps=0,
+            )
+            | options
+        )
+        rewards = reward if isinstance(reward, list) else [reward]
+        return GRPOTrainer(
+            make_model(dtype), rewards, GRPOConfig(**options), train_dataset or rows, eval_dataset, tokenizer, callbacks
+        )
+
+    return build
+
+
+def logged(trainer, name):
+    """Every value of a metric in metrics.jsonl."""
+    lines = (trainer.run_folder / "metrics.jsonl").read_text().splitlines()
+    return [row[name] for row in map(json.loads, lines) if name in row]
+
+
+def assert_equal_weights(first, second):
+    for (name, x), y in zip(weights_of(first.model).items(), weights_of(second.model).values(), strict=True):
+        np.testing.assert_array_equal(x, y, err_msg=name)

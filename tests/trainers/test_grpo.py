@@ -1,51 +1,13 @@
-"""GRPO on a random model: what must not change the gradient, degenerate rewards, resume, and rows and rewards that are wrong."""
+"""GRPO on a random model: what must not change the gradient, engine against trainer, degenerate rewards, methods."""
 
-import json
 from dataclasses import replace
-from itertools import count
 
 import numpy as np
 import pytest
 
-from cukit import LLM, GRPOConfig, GRPOTrainer, SamplingParams
-from cukit.models.weights import load_model
+from cukit import LLM, SamplingParams
 
-from .conftest import weights_of
-
-
-def share_of_ones(completions, **_):
-    """A dense reward: the share of the characters that are "1"."""
-    texts = [completion[0]["content"] if isinstance(completion, list) else completion for completion in completions]
-    return [text.count("1") / max(len(text), 1) for text in texts]
-
-
-def equal(completions, **_):
-    return [0.5] * len(completions)
-
-
-@pytest.fixture
-def make(make_model, tokenizer, tmp_path, rows):
-    """make(reward, dtype=, train_dataset=, **options) -> a GRPOTrainer of 16 completions a step."""
-    numbers = count()
-
-    def build(reward=share_of_ones, dtype="float32", train_dataset=None, eval_dataset=None, callbacks=(), **options):
-        options = dict(output_dir=str(tmp_path / f"run{next(numbers)}"), learning_rate=1e-2, max_steps=2, logging_steps=1,
-                       lr_scheduler_type="constant", per_device_train_batch_size=16, num_generations=4, max_completion_length=6,
-                       gradient_checkpointing=False, save_steps=0) | options
-        rewards = reward if isinstance(reward, list) else [reward]
-        return GRPOTrainer(make_model(dtype), rewards, GRPOConfig(**options), train_dataset or rows, eval_dataset, tokenizer, callbacks)
-    return build
-
-
-def logged(trainer, name):
-    lines = (trainer.run_folder / "metrics.jsonl").read_text().splitlines()
-    return [row[name] for row in map(json.loads, lines) if name in row]
-
-
-def assert_equal_weights(first, second):
-    for (name, x), y in zip(weights_of(first.model).items(), weights_of(second.model).values(), strict=True):
-        np.testing.assert_array_equal(x, y, err_msg=name)
-
+from .conftest import equal, logged, share_of_ones, weights_of
 
 # ---- the gradient ----
 
@@ -62,29 +24,36 @@ def gradients(trainer):
 
 @pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "dapo", "cispo"])
 @pytest.mark.parametrize("dtype, tolerance", [("float32", 1e-5), ("float64", 1e-12)])
-def test_gradient_accumulation_changes_nothing(make, loss_type, dtype, tolerance):
+def test_gradient_accumulation_changes_nothing(make_grpo, loss_type, dtype, tolerance):
     """1×16 = 4×4 = 16×1 = cut by tokens = with recomputation, to rounding."""
-    whole, count = gradients(make(dtype=dtype, loss_type=loss_type))
+    whole, count = gradients(make_grpo(dtype=dtype, loss_type=loss_type))
     assert count <= 2
     scale = max(np.abs(grad).max() for grad in whole.values())
-    for split in (dict(per_device_train_batch_size=1, gradient_accumulation_steps=16),
-                  dict(per_device_train_batch_size=4, gradient_accumulation_steps=4),
-                  dict(max_tokens_per_batch=20), dict(gradient_checkpointing=True)):
-        other, count = gradients(make(dtype=dtype, loss_type=loss_type, **split))
+    for split in (
+        dict(per_device_train_batch_size=1, gradient_accumulation_steps=16),
+        dict(per_device_train_batch_size=4, gradient_accumulation_steps=4),
+        dict(max_tokens_per_batch=20),
+        dict(gradient_checkpointing=True),
+    ):
+        other, count = gradients(make_grpo(dtype=dtype, loss_type=loss_type, **split))
         assert count >= 16 or "max_tokens_per_batch" not in split
         for name, grad in whole.items():
             np.testing.assert_allclose(other[name], grad, rtol=0, atol=tolerance * scale, err_msg=f"{split} {name}")
 
 
-def test_rows_without_advantage_cost_no_gradient(make):
+def test_rows_without_advantage_cost_no_gradient(make_grpo):
     """Groups of equal rewards run without the tape; the gradient is that of all rows with the tape."""
-    def half(prompts, completions, **_):
-        return [0.0 if len(prompt[0]["content"]) < 4 else share for prompt, share in zip(prompts, share_of_ones(completions), strict=True)]
 
-    trainer = make(half, "float64")
+    def half(prompts, completions, **_):
+        return [
+            0.0 if len(prompt[0]["content"]) < 4 else share
+            for prompt, share in zip(prompts, share_of_ones(completions), strict=True)
+        ]
+
+    trainer = make_grpo(half, "float64")
     micro_batches, _ = trainer.make_batch(0)
     assert {micro_batch.has_gradient for micro_batch in micro_batches} == {True, False}
-    fast, _ = gradients(make(half, "float64"))
+    fast, _ = gradients(make_grpo(half, "float64"))
     for micro_batch in micro_batches:
         micro_batch.has_gradient = True
         trainer.compute_loss(micro_batch)[0].backward()
@@ -92,16 +61,20 @@ def test_rows_without_advantage_cost_no_gradient(make):
         np.testing.assert_allclose(fast[name], parameter.grad, rtol=0, atol=1e-15)
 
 
-def test_training_uses_the_sampled_ids_and_the_stop_token(make, tokenizer, rows):
+def test_training_uses_the_sampled_ids_and_the_stop_token(make_grpo, tokenizer, rows):
     """A row of training is the prompt's ids and the engine's, its stop token included, never text tokenised again."""
-    trainer = make(max_completion_length=40)
+    trainer = make_grpo(max_completion_length=40)
     kept = []
     generate = trainer.rollout.generate
     trainer.rollout.generate = lambda *arguments: kept.append(generate(*arguments)) or kept[-1]
     micro_batches, _ = trainer.make_batch(0)
     samples, batch = kept[0], micro_batches[0].batch
-    assert batch.sequences == [prompt + ids for prompt, ids in zip(samples.prompt_ids, samples.completion_ids, strict=True)]
-    stopped = [ids for ids, reason in zip(samples.completion_ids, samples.finish_reasons, strict=True) if reason == "stop"]
+    assert batch.sequences == [
+        prompt + ids for prompt, ids in zip(samples.prompt_ids, samples.completion_ids, strict=True)
+    ]
+    stopped = [
+        ids for ids, reason in zip(samples.completion_ids, samples.finish_reasons, strict=True) if reason == "stop"
+    ]
     assert stopped and all(ids[-1] in tokenizer.eos_token_ids for ids in stopped)
     assert all("<|" not in text for text in samples.texts)
     assert sum(map(len, batch.old_logps)) == samples.lengths.sum() == batch.completion_lengths.sum()
@@ -110,26 +83,34 @@ def test_training_uses_the_sampled_ids_and_the_stop_token(make, tokenizer, rows)
 # ---- engine against trainer ----
 
 
-@pytest.mark.parametrize("sampling", [dict(temperature=0.6), dict(temperature=1.3), dict(top_p=0.9, top_k=20), dict(min_p=0.02),
-                                      dict(repetition_penalty=1.2)])
-def test_the_engine_stores_the_log_probs_that_training_computes(make, sampling):
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        dict(temperature=0.6),
+        dict(temperature=1.3),
+        dict(top_p=0.9, top_k=20),
+        dict(min_p=0.02),
+        dict(repetition_penalty=1.2),
+    ],
+)
+def test_the_engine_stores_the_log_probs_that_training_computes(make_grpo, sampling):
     """Before an update every ratio is 1: temperature is in both, top-k, top-p, min-p and the penalty are in neither."""
-    trainer = make(max_steps=1, max_completion_length=20, **sampling)
+    trainer = make_grpo(max_steps=1, max_completion_length=20, **sampling)
     trainer.train()
     assert logged(trainer, "sampling/sampling_logp_difference/max")[0] < 1e-5
     for which in ("min", "mean", "max"):
         assert abs(logged(trainer, f"sampling/importance_sampling_ratio/{which}")[0] - 1) < 1e-5
 
 
-def test_without_learning_the_difference_stays_flat(make):
-    trainer = make(learning_rate=0.0, max_steps=12)
+def test_without_learning_the_difference_stays_flat(make_grpo):
+    trainer = make_grpo(learning_rate=0.0, max_steps=12)
     trainer.train()
     assert max(logged(trainer, "sampling/sampling_logp_difference/max")) < 1e-5
 
 
-def test_no_cached_key_outlives_an_update(make, tokenizer, rows):
+def test_no_cached_key_outlives_an_update(make_grpo, tokenizer, rows):
     """After training, the trainer's engine answers as a fresh engine on the saved weights does."""
-    trainer = make(max_steps=4)
+    trainer = make_grpo(max_steps=4)
     trainer.train()
     prompts = [ids for _, ids in trainer.train_rows]
     greedy = SamplingParams(temperature=0, max_tokens=20, logprobs=True)
@@ -141,9 +122,9 @@ def test_no_cached_key_outlives_an_update(make, tokenizer, rows):
 # ---- rewards that say nothing ----
 
 
-def test_every_completion_cut_off(make):
-    """mask_truncated_completions and nothing that ended by itself: loss 0, no gradient, no NaN, weights as they were."""
-    trainer = make(mask_truncated_completions=True, beta=0.1)
+def test_every_completion_cut_off(make_grpo):
+    """mask_truncated_completions and nothing that ended by itself: loss 0, no gradient, no NaN, same weights."""
+    trainer = make_grpo(mask_truncated_completions=True, beta=0.1)
     generate = trainer.rollout.generate
     trainer.rollout.generate = lambda *arguments: replace(generate(*arguments), finish_reasons=["length"] * 16)
     before = weights_of(trainer.model)
@@ -153,8 +134,8 @@ def test_every_completion_cut_off(make):
     assert all(np.array_equal(before[name], value) for name, value in weights_of(trainer.model).items())
 
 
-def test_truncated_completions_are_left_out(make):
-    trainer = make(mask_truncated_completions=True, max_completion_length=40, loss_type="dapo")
+def test_truncated_completions_are_left_out(make_grpo):
+    trainer = make_grpo(mask_truncated_completions=True, max_completion_length=40, loss_type="dapo")
     micro_batches, _ = trainer.make_batch(0)
     batch = micro_batches[0].batch
     assert 0 < batch.counted.sum() < len(batch)
@@ -164,52 +145,62 @@ def test_truncated_completions_are_left_out(make):
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.1])
-def test_equal_rewards(make, beta):
+def test_equal_rewards(make_grpo, beta):
     """No advantage: weights stay, unless the policy has left the reference, which the KL then feels."""
-    trainer = make(equal, beta=beta, scale_rewards="group")
+    trainer = make_grpo(equal, beta=beta, scale_rewards="group")
     if beta:
         trainer.reference.parameters()[0].data[...] *= 1.5
     before = weights_of(trainer.model)
     trainer.train()
     moved = any(not np.array_equal(before[name], value) for name, value in weights_of(trainer.model).items())
-    assert moved == (beta > 0) and logged(trainer, "frac_reward_zero_std") == [1, 1] and logged(trainer, "reward_std") == [0, 0]
+    assert (
+        moved == (beta > 0)
+        and logged(trainer, "frac_reward_zero_std") == [1, 1]
+        and logged(trainer, "reward_std") == [0, 0]
+    )
     assert len(logged(trainer, "kl")) == (2 if beta else 0) and all(kl > 0 for kl in logged(trainer, "kl"))
     assert np.isfinite(logged(trainer, "loss")).all()
 
 
-def test_missing_rewards(make):
+def test_missing_rewards(make_grpo):
     """None leaves a completion out of its group; a batch of nothing but None trains nothing."""
+
     def some(completions, **_):
         return [None if i % 4 == 0 else value for i, value in enumerate(share_of_ones(completions))]
 
-    trainer = make(some)
+    trainer = make_grpo(some)
     trainer.train()
     assert logged(trainer, "frac_reward_none") == [0.25, 0.25] and np.isfinite(logged(trainer, "loss")).all()
-    trainer = make(lambda completions, **_: [None] * len(completions))
+    trainer = make_grpo(lambda completions, **_: [None] * len(completions))
     before = weights_of(trainer.model)
     trainer.train()
     assert logged(trainer, "frac_reward_none") == [1, 1] and logged(trainer, "loss") == [0, 0]
     assert all(np.array_equal(before[name], value) for name, value in weights_of(trainer.model).items())
 
 
-def test_a_reward_that_is_never_given_is_said_once(make, capsys):
-    make(lambda completions, **_: [0.0] * len(completions), max_steps=12, max_completion_length=2).train()
+def test_a_reward_that_is_never_given_is_said_once(make_grpo, capsys):
+    make_grpo(lambda completions, **_: [0.0] * len(completions), max_steps=12, max_completion_length=2).train()
     said = capsys.readouterr().out
-    assert said.count("every reward of the first 10 generation batches was 0") == 1 and said.count("max_completion_length=2; raise it") == 1
+    assert (
+        said.count("every reward of the first 10 generation batches was 0") == 1
+        and said.count("max_completion_length=2; raise it") == 1
+    )
 
 
 @pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value")
-def test_a_gradient_that_is_not_finite_is_skipped(make, capsys):
+def test_a_gradient_that_is_not_finite_is_skipped(make_grpo, capsys):
     """An infinite advantage (1e300 in float32): the update is skipped, counted and said; weights stay."""
-    trainer = make(lambda completions, **_: [1e300 * (i % 2) for i in range(len(completions))], scale_rewards="none")
+    trainer = make_grpo(
+        lambda completions, **_: [1e300 * (i % 2) for i in range(len(completions))], scale_rewards="none"
+    )
     before = weights_of(trainer.model)
     trainer.train()
     assert logged(trainer, "skipped_updates") == [1, 2] and "the update was skipped" in capsys.readouterr().out
     assert all(np.array_equal(before[name], value) for name, value in weights_of(trainer.model).items())
 
 
-def test_log_probs_that_are_not_finite_leave_a_row_out(make, capsys):
-    trainer = make()
+def test_log_probs_that_are_not_finite_leave_a_row_out(make_grpo, capsys):
+    trainer = make_grpo()
     generate = trainer.rollout.generate
 
     def broken(*arguments):
@@ -226,177 +217,77 @@ def test_log_probs_that_are_not_finite_leave_a_row_out(make, capsys):
 # ---- methods and learning ----
 
 
-@pytest.mark.parametrize("options", [
-    dict(), dict(loss_type="dr_grpo", scale_rewards="none"), dict(importance_sampling_level="sequence", loss_type="grpo"),
-    dict(loss_type="cispo", epsilon_high=5.0), dict(num_iterations=2, beta=0.01), dict(dtype="bfloat16"),
-    dict(delta=1.5, epsilon_high=0.28, use_bias_correction_kl=True, beta=0.01)])
-def test_it_learns(make, options):
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(),
+        dict(loss_type="dr_grpo", scale_rewards="none"),
+        dict(importance_sampling_level="sequence", loss_type="grpo"),
+        dict(loss_type="cispo", epsilon_high=5.0),
+        dict(num_iterations=2, beta=0.01),
+        dict(dtype="bfloat16"),
+        dict(delta=1.5, epsilon_high=0.28, use_bias_correction_kl=True, beta=0.01),
+    ],
+)
+def test_it_learns(make_grpo, options):
     """The dense reward rises well above its start with each method."""
-    trainer = make(max_steps=24, per_device_train_batch_size=32, num_generations=8, learning_rate=2e-2, **options)
+    trainer = make_grpo(max_steps=24, per_device_train_batch_size=32, num_generations=8, learning_rate=2e-2, **options)
     trainer.train()
     rewards = logged(trainer, "reward")
     assert np.mean(rewards[-5:]) > np.mean(rewards[:3]) + 0.2, rewards
 
 
-def test_clipping_shows_only_off_policy(make):
+def test_clipping_shows_only_off_policy(make_grpo):
     """In the first pass over a generation batch every ratio is 1; in the second some are clipped."""
-    trainer = make(num_iterations=2, learning_rate=0.1, max_steps=2)
+    trainer = make_grpo(num_iterations=2, learning_rate=0.1, max_steps=2)
     trainer.train()
     first, second = logged(trainer, "clip_ratio/region_mean")
     assert first == 0 < second
     assert len(logged(trainer, "reward")) == 1 and len(logged(trainer, "sampling/sampling_logp_difference/mean")) == 1
 
 
-def test_two_rewards_and_their_weights(make):
+def test_two_rewards_and_their_weights(make_grpo):
     def long(completion_ids, **_):
         return [len(ids) for ids in completion_ids]
 
-    trainer = make([share_of_ones, long], reward_weights=[1.0, 0.5])
+    trainer = make_grpo([share_of_ones, long], reward_weights=[1.0, 0.5])
     trainer.train()
-    for total, ones, length in zip(*(logged(trainer, name) for name in ("reward", "rewards/share_of_ones/mean", "rewards/long/mean"))):
+    for total, ones, length in zip(
+        *(logged(trainer, name) for name in ("reward", "rewards/share_of_ones/mean", "rewards/long/mean"))
+    ):
         assert abs(total - (ones + 0.5 * length)) < 1e-9
 
 
-def test_rewards_get_what_trl_gives_them(make, rows):
-    """Keywords: prompts, completions (message lists where the prompt is one), completion_ids, and every other column."""
+def test_rewards_get_what_trl_gives_them(make_grpo, rows):
+    """Keywords: prompts, completions (message lists where the prompt is one), completion_ids, other columns."""
     seen = {}
 
     def spy(prompts, completions, completion_ids, answer, **more):
         seen.update(prompts=prompts, completions=completions, ids=completion_ids, answer=answer, more=more)
         return [0.0] * len(prompts)
 
-    make(spy).make_batch(0)
-    assert len(seen["prompts"]) == len(seen["answer"]) == 16 and seen["prompts"][0] == seen["prompts"][3] != seen["prompts"][4]
-    assert all(row in rows for row in ({"prompt": p, "answer": a} for p, a in zip(seen["prompts"], seen["answer"], strict=True)))
+    make_grpo(spy).make_batch(0)
+    assert (
+        len(seen["prompts"]) == len(seen["answer"]) == 16
+        and seen["prompts"][0] == seen["prompts"][3] != seen["prompts"][4]
+    )
+    assert all(
+        row in rows
+        for row in ({"prompt": p, "answer": a} for p, a in zip(seen["prompts"], seen["answer"], strict=True))
+    )
     assert [list(message) for message in seen["completions"][0]] == [["role", "content"]]
-    make(spy, train_dataset=[{"prompt": "1+1=", "answer": "2"}]).make_batch(0)
+    make_grpo(spy, train_dataset=[{"prompt": "1+1=", "answer": "2"}]).make_batch(0)
     assert isinstance(seen["completions"][0], str)
 
 
-def test_every_prompt_once_an_epoch(make, rows):
+def test_every_prompt_once_an_epoch(make_grpo, rows):
     """12 rows, 4 prompts a step: 3 steps see each row once, with num_generations completions."""
     seen = []
-    trainer = make(lambda prompts, answer, **_: seen.extend(answer) or [0.0] * len(prompts), max_steps=-1, num_train_epochs=2)
+    trainer = make_grpo(
+        lambda prompts, answer, **_: seen.extend(answer) or [0.0] * len(prompts), max_steps=-1, num_train_epochs=2
+    )
     assert trainer.total_steps == 6
     trainer.train()
     for epoch in (seen[:48], seen[48:]):
         assert sorted(epoch) == sorted([row["answer"] for row in rows] * 4)
     assert seen[:48] != seen[48:] and logged(trainer, "epoch")[-1] == 2
-
-
-# ---- evaluation, files, resume ----
-
-
-def test_evaluation_and_the_run_folder(make, rows, tmp_path):
-    calls = []
-
-    class Watch:
-        def on_step_end(self, trainer, metrics):
-            calls.append("step")
-
-        def on_log(self, trainer, row):
-            calls.append("log")
-
-        def on_evaluate(self, trainer, metrics):
-            calls.append("evaluate")
-
-        def on_train_end(self, trainer):
-            calls.append("end")
-
-    def first_is_right(completions, **_):
-        return [1.0 if i == 0 else 0.25 for i in range(len(completions))]
-
-    trainer = make(first_is_right, max_steps=4, eval_dataset=rows[:4], eval_steps=2, callbacks=[Watch()])
-    trainer.train()
-    assert logged(trainer, "eval/accuracy") == [0.25] * 3 and logged(trainer, "eval/reward") == [(1 + 3 * 0.25) / 4] * 3
-    assert [calls.count(name) for name in ("step", "log", "evaluate", "end")] == [4, 4, 3, 1]
-    names = {"loss", "grad_norm", "learning_rate", "reward", "reward_std", "frac_reward_zero_std", "rewards/first_is_right/mean", "entropy",
-             "completions/mean_length", "completions/clipped_ratio", "completions/mean_terminated_length", "clip_ratio/low_mean",
-             "num_tokens", "epoch", "step_time", "time/generate", "time/reward", "time/train", "tokens_per_second"}
-    assert all(len(logged(trainer, name)) == 4 for name in names)
-    completions = [json.loads(line) for line in (trainer.run_folder / "completions.jsonl").read_text().splitlines()]
-    assert {"step", "prompt", "completion", "rewards/first_is_right", "finish_reason"} <= completions[0].keys()
-    assert (trainer.run_folder / "config.yaml").exists() and load_model(trainer.run_folder / "checkpoint-4").config.hidden_size == 32
-    trainer.save_model(tmp_path / "saved")
-    assert (tmp_path / "saved" / "tokenizer.json").exists()
-
-
-def test_sampled_evaluation(make, rows):
-    trainer = make(eval_dataset=rows, num_generations_eval=3)
-    assert trainer.evaluate()["eval/reward"] == trainer.evaluate()["eval/reward"]  # its draws are seeded
-
-
-@pytest.mark.parametrize("options", [
-    dict(), dict(num_iterations=2, steps_per_generation=2, per_device_train_batch_size=8, beta=0.05, sync_ref_model=True, ref_model_sync_steps=2)])
-def test_resume_is_exact(make, tmp_path, options):
-    """10 steps = 5 + 5 after a resume, in the middle of a generation batch too: equal losses, metrics and bits."""
-    options = dict(max_steps=10, save_steps=5, lr_scheduler_type="cosine", warmup_steps=3) | options
-    straight = make(**options)
-    straight.train()
-    folder = str(tmp_path / "cut")
-    make(output_dir=folder, **options).train()
-    resumed = make(output_dir=folder, **options)
-    resumed.train(resume_from_checkpoint=f"{folder}/checkpoint-5")
-    for name in ("loss", "grad_norm", "reward", "num_tokens", "epoch", "kl"):
-        assert logged(resumed, name) == logged(straight, name)
-    assert len(logged(resumed, "loss")) == 10
-    assert_equal_weights(straight, resumed)
-
-
-def test_ctrl_c_loses_nothing(make, capsys):
-    """The first Ctrl-C ends the run after the step, with a checkpoint; resumed, it ends where an undisturbed run does."""
-    import os
-    import signal
-
-    class Interrupt:
-        def on_step_end(self, trainer, metrics):
-            if trainer.global_step == 2:
-                os.kill(os.getpid(), signal.SIGINT)
-
-    straight = make(max_steps=5)
-    straight.train()
-    cut = make(max_steps=5, callbacks=[Interrupt()])
-    cut.train()
-    assert cut.global_step == 2 and "resume_from_checkpoint latest" in capsys.readouterr().out
-    resumed = make(max_steps=5, output_dir=str(cut.run_folder))
-    resumed.train(resume_from_checkpoint="latest")
-    assert_equal_weights(straight, resumed)
-
-
-def test_a_run_is_a_function_of_its_seed(make):
-    runs = [make(seed=seed) for seed in (1, 1, 2)]
-    for trainer in runs:
-        trainer.train()
-    assert_equal_weights(runs[0], runs[1])
-    assert logged(runs[0], "reward") != logged(runs[2], "reward")
-
-
-# ---- what a user can get wrong ----
-
-
-def test_a_prompt_longer_than_the_context(make, rows):
-    with pytest.raises(ValueError, match=r"train_dataset row 12: the prompt has 1\d\d tokens and the context only 96"):
-        make(train_dataset=[*rows, {"prompt": [{"role": "user", "content": "1" * 120}]}])
-    with pytest.raises(ValueError, match="eval_dataset row 0: the prompt has .* context only 12"):
-        make(train_dataset=[{"prompt": "1+1="}], eval_dataset=[{"prompt": "1" * 12}], max_model_len=12)
-
-
-@pytest.mark.parametrize("reward, message", [
-    (lambda completions, **_: [1.0], "returned 1 values for 16 completions"), (lambda completions, **_: 1 / 0, "raised ZeroDivisionError"),
-    ([], "reward_funcs is empty"), ("nonsense", "unknown reward 'nonsense'")])
-def test_rewards_that_are_wrong(make, reward, message):
-    with pytest.raises(ValueError, match=message):
-        make(reward).train()
-
-
-def test_arguments_that_are_wrong(make_model, tokenizer, rows):
-    with pytest.raises(ValueError, match="num_generations=1"):
-        GRPOConfig(num_generations=1)
-    with pytest.raises(ValueError, match="needs train_dataset"):
-        GRPOTrainer(make_model(), [equal], GRPOConfig(), None, processing_class=tokenizer)
-    with pytest.raises(ValueError, match="give processing_class"):
-        GRPOTrainer(make_model(), [equal], GRPOConfig(), rows)
-    with pytest.raises(ValueError, match="eval_strategy=steps needs an eval_dataset"):
-        GRPOTrainer(make_model(), [equal], GRPOConfig(eval_steps=1), rows, processing_class=tokenizer)
-    with pytest.raises(ValueError, match="the data has no rows"):
-        GRPOTrainer(make_model(), [equal], GRPOConfig(), [], processing_class=tokenizer)

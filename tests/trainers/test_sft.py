@@ -1,6 +1,5 @@
-"""Supervised fine-tuning: what is in the loss, what a batch's split must not change, resume, and rows that are too long."""
+"""Supervised fine-tuning: what is in the loss, what a split must not change, resume, rows that are too long."""
 
-import json
 from itertools import count
 
 import numpy as np
@@ -11,12 +10,17 @@ from cukit.data import encode_sft
 from cukit.models.scoring import token_logprobs
 from cukit.models.weights import load_model
 
-from .conftest import FOLDER, weights_of
+from .conftest import FOLDER, logged, weights_of
 
 
 def demonstrations(count=16):
-    return [{"prompt": [{"role": "user", "content": "1" + "+1" * (i % 4)}],
-             "completion": [{"role": "assistant", "content": str(i % 4 + 1) * (i % 4 + 1)}]} for i in range(count)]
+    return [
+        {
+            "prompt": [{"role": "user", "content": "1" + "+1" * (i % 4)}],
+            "completion": [{"role": "assistant", "content": str(i % 4 + 1) * (i % 4 + 1)}],
+        }
+        for i in range(count)
+    ]
 
 
 @pytest.fixture
@@ -25,18 +29,31 @@ def train(make_model, tokenizer, tmp_path):
     numbers = count()
 
     def run(rows, dtype="float32", callbacks=(), resume=None, evaluate=None, **options):
-        options = dict(output_dir=str(tmp_path / f"run{next(numbers)}"), learning_rate=1e-2, max_steps=3, logging_steps=1,
-                       lr_scheduler_type="constant", per_device_train_batch_size=16, gradient_checkpointing=False, save_steps=0) | options
-        trainer = SFTTrainer(make_model(dtype), args=SFTConfig(**options), train_dataset=rows, eval_dataset=evaluate,
-                             processing_class=tokenizer, callbacks=callbacks)
+        options = (
+            dict(
+                output_dir=str(tmp_path / f"run{next(numbers)}"),
+                learning_rate=1e-2,
+                max_steps=3,
+                logging_steps=1,
+                lr_scheduler_type="constant",
+                per_device_train_batch_size=16,
+                gradient_checkpointing=False,
+                save_steps=0,
+            )
+            | options
+        )
+        trainer = SFTTrainer(
+            make_model(dtype),
+            args=SFTConfig(**options),
+            train_dataset=rows,
+            eval_dataset=evaluate,
+            processing_class=tokenizer,
+            callbacks=callbacks,
+        )
         trainer.train(resume_from_checkpoint=resume)
         return trainer
+
     return run
-
-
-def logged(trainer, name):
-    lines = (trainer.run_folder / "metrics.jsonl").read_text().splitlines()
-    return [row[name] for row in map(json.loads, lines) if name in row]
 
 
 def test_the_loss_is_the_mean_over_completion_tokens(train, make_model, tokenizer):
@@ -53,12 +70,18 @@ def test_the_loss_is_the_mean_over_completion_tokens(train, make_model, tokenize
     assert 0 < logged(trainer, "entropy")[0] <= np.log(tokenizer.vocab_size)
 
 
-@pytest.mark.parametrize("split", [dict(per_device_train_batch_size=1, gradient_accumulation_steps=16),
-                                   dict(per_device_train_batch_size=4, gradient_accumulation_steps=4),
-                                   dict(max_tokens_per_batch=40), dict(packing=True, max_length=512, per_device_train_batch_size=1),
-                                   dict(gradient_checkpointing=True)])
+@pytest.mark.parametrize(
+    "split",
+    [
+        dict(per_device_train_batch_size=1, gradient_accumulation_steps=16),
+        dict(per_device_train_batch_size=4, gradient_accumulation_steps=4),
+        dict(max_tokens_per_batch=40),
+        dict(packing=True, max_length=512, per_device_train_batch_size=1),
+        dict(gradient_checkpointing=True),
+    ],
+)
 def test_the_split_of_a_batch_changes_nothing(train, split):
-    """1×16 = 4×4 = 16×1 = cut by tokens = packed rows, in float64, although rows have different numbers of learnt tokens."""
+    """1×16 = 4×4 = 16×1 = cut by tokens = packed rows, though rows have different numbers of learnt tokens."""
     whole, other = train(demonstrations(), "float64"), train(demonstrations(), "float64", **split)
     np.testing.assert_allclose(logged(other, "loss"), logged(whole, "loss"), rtol=1e-10)
     for name, value in weights_of(whole.model).items():
@@ -78,7 +101,9 @@ def test_resume_is_exact(train, tmp_path):
     rows = demonstrations(20)
     straight = train(rows, max_steps=6, per_device_train_batch_size=7, lr_scheduler_type="linear")
     folder = str(tmp_path / "resumed")
-    options = dict(max_steps=6, per_device_train_batch_size=7, lr_scheduler_type="linear", save_steps=3, output_dir=folder)
+    options = dict(
+        max_steps=6, per_device_train_batch_size=7, lr_scheduler_type="linear", save_steps=3, output_dir=folder
+    )
     train(rows, **options)
     resumed = train(rows, resume=f"{folder}/checkpoint-3", **options)
     assert logged(resumed, "loss") == logged(straight, "loss") and len(logged(resumed, "loss")) == 6
@@ -113,7 +138,7 @@ def test_random_weights_from_a_config(tokenizer, tmp_path):
     trainers = [SFTTrainer(FOLDER, args=args, train_dataset=demonstrations(4)) for _ in range(2)]
     first, second = (weights_of(trainer.model) for trainer in trainers)
     assert all(np.array_equal(value, second[name]) for name, value in first.items())
-    assert abs(first["layers.0.mlp.gate_up_proj.weight"].std() * 128 ** 0.5 - 1) < 0.02
+    assert abs(first["layers.0.mlp.gate_up_proj.weight"].std() * 128**0.5 - 1) < 0.02
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -1,4 +1,4 @@
-"""AdamW in place, and the sum of squares for clipping. Loshchilov & Hutter 2019, "Decoupled Weight Decay Regularization"."""
+"""AdamW in place (Loshchilov & Hutter 2019), and the sum of squares for clipping."""
 
 import math
 
@@ -8,14 +8,15 @@ CHUNK = 1 << 20  # elements worked on at a time, so that a large matrix needs no
 
 
 def adamw_step(master, m, v, grad, param, lr, beta1, beta2, eps, weight_decay, step, grad_scale):
-    """One update of master, m, v and param (= master rounded to its own dtype; may be the same array), all of one size, contiguous.
+    """One update of master, m, v and param (= master rounded to its own dtype; may be the same array), all of one size,
+    contiguous.
 
     g = grad·grad_scale; m = β1·m + (1−β1)·g; v = β2·v + (1−β2)·g²;
     master −= lr·(weight_decay·master + (m/(1−β1^step)) / (sqrt(v/(1−β2^step)) + eps)). step counts from 1.
     """
     same = param is master
     master, m, v, grad, param = (x.reshape(-1) for x in (master, m, v, grad, param))
-    step_size, root_correction = lr / (1 - beta1 ** step), math.sqrt(1 - beta2 ** step)
+    step_size, root_correction = lr / (1 - beta1**step), math.sqrt(1 - beta2**step)
     for start in range(0, master.size, CHUNK):
         part = slice(start, start + CHUNK)
         w, first, second = master[part], m[part], v[part]
@@ -35,6 +36,6 @@ def sum_of_squares(arrays):
     for x in arrays:
         flat = x.reshape(-1)
         for start in range(0, flat.size, CHUNK):
-            part = flat[start:start + CHUNK].astype(np.float64)
+            part = flat[start : start + CHUNK].astype(np.float64)
             total += float(part @ part)
     return total

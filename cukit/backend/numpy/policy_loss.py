@@ -1,9 +1,11 @@
 """The policy-gradient losses of GRPO's family on packed completion tokens, with their gradient. N tokens, B sequences.
 
-loss = Σ weight_t · ℓ_t, where the weights say how the method averages (cukit/trainers/advantage.py) and ℓ_t is a function of
-log_ratio = new − old, the advantage and new. A new loss is one function in LOSSES. Statistics are float32 or better.
+loss = Σ weight_t · ℓ_t, where the weights say how the method averages (cukit/trainers/advantage.py) and ℓ_t is a
+function of log_ratio = new − old, the advantage and new. A new loss is one function in LOSSES. Statistics are float32
+or better.
 
-PPO's clip: Schulman 2017; DAPO's higher upper bound: Yu 2025; two-sided (delta): INTELLECT-2; CISPO: MiniMax-M1; sequence level: GSPO.
+PPO's clip: Schulman 2017; DAPO's higher upper bound: Yu 2025; two-sided (delta): INTELLECT-2; CISPO: MiniMax-M1;
+sequence level: GSPO.
 """
 
 import numpy as np
@@ -12,7 +14,7 @@ from .device import accumulator
 
 
 def _clipped_surrogate(log_ratio, new, advantages, eps_low, eps_high, delta):
-    """ℓ = −min(r·A, clip(r, 1 − eps_low, 1 + eps_high)·A), r = exp(log_ratio), the first r capped at delta if that is given."""
+    """ℓ = −min(r·A, clip(r, 1 − eps_low, 1 + eps_high)·A), r = exp(log_ratio), the first r at most delta if given."""
     ratio = np.exp(log_ratio)
     clipped = np.clip(ratio, 1 - eps_low, 1 + eps_high)
     unclipped = ratio if delta is None else np.minimum(ratio, delta)
@@ -24,7 +26,7 @@ def _clipped_surrogate(log_ratio, new, advantages, eps_low, eps_high, delta):
 
 
 def _capped_importance(log_ratio, new, advantages, eps_low, eps_high, delta):
-    """CISPO: ℓ = −min(r, eps_high)·A·new; the factor before `new` is a constant for the gradient. eps_high caps the ratio itself."""
+    """CISPO: ℓ = −min(r, eps_high)·A·new, with a constant factor before `new`. eps_high caps the ratio itself."""
     ratio = np.exp(log_ratio)
     factor = -np.minimum(ratio, eps_high) * advantages
     return factor * new, 0 * ratio, factor, ratio < 0, (ratio > eps_high) & (advantages > 0)
@@ -45,21 +47,22 @@ KL_ESTIMATES = {
 def policy_loss_forward(new, old, ref, advantages, weights, cu_seqlens, kind, eps_low, eps_high, delta, beta, bias_kl):
     """The loss (a 0-d array), dlogps (N,) = dloss/dnew, and stats (5,): the sums that ops.policy_loss.STATS names.
 
-    new, old, ref, advantages, weights (N,); ref may be None if beta is 0. A token of weight 0 takes no part, in the statistics
-    neither. cu_seqlens (B+1): one ratio a sequence, exp(mean log_ratio) (GSPO); None: one a token. At sequence level the clip
-    statistics count sequences, empty ones included. bias_kl: the k3 term is multiplied by the ratio.
+    new, old, ref, advantages, weights (N,); ref may be None if beta is 0. A token of weight 0 takes no part, in the
+    statistics neither. cu_seqlens (B+1): one ratio a sequence, exp(mean log_ratio) (GSPO); None: one a token. At
+    sequence level the clip statistics count sequences, empty ones included. bias_kl: the k3 term is multiplied by the
+    ratio.
     """
     acc = accumulator(new.dtype)
     new, old, advantages, weights = (x.astype(acc, copy=False) for x in (new, old, advantages, weights))
     used = weights != 0
     # an unused token may hold anything (padding, a log-prob of -inf): 0 there keeps 0·inf out of the sums
-    token_log_ratio = np.where(used, new - old, 0)
+    token_log_ratio = np.subtract(new, old, where=used, out=np.zeros_like(new))
     log_ratio = token_log_ratio if cu_seqlens is None else _sequence_mean(token_log_ratio, used, cu_seqlens)
     used_new = np.where(used, new, 0)
     per_token, dlog_ratio, dnew, low, high = LOSSES[kind](log_ratio, used_new, advantages, eps_low, eps_high, delta)
     kl_sum = 0.0
     if beta:
-        kl, dkl = KL_ESTIMATES["k3"](np.where(used, ref.astype(acc, copy=False) - new, 0))
+        kl, dkl = KL_ESTIMATES["k3"](np.subtract(ref.astype(acc, copy=False), new, where=used, out=np.zeros_like(new)))
         if bias_kl:
             ratio = np.exp(log_ratio)
             kl, dkl = kl * ratio, dkl * ratio
