@@ -34,6 +34,12 @@ __device__ __forceinline__ float scale_logit(float logit, float temperature) {
     return temperature == 1.0f ? logit : logit / temperature;
 }
 
+__device__ __forceinline__ void scale_logits(float (&x)[LOGITS_VECTOR], float temperature) {
+    if (temperature == 1.0f) return;
+#pragma unroll
+    for (int i = 0; i < LOGITS_VECTOR; i++) x[i] = scale_logit(x[i], temperature);
+}
+
 // A running sum over e = exp(x - maximum): total = sum of e, moment = sum of e (x - maximum).
 struct SoftmaxSum {
     float maximum = LOWEST_FLOAT, total = 0.0f, moment = 0.0f;

@@ -18,8 +18,7 @@ token_logprobs_forward(float* logprobs, float* entropy, float* lse, const SCALAR
     for (int first = threadIdx.x * LOGITS_VECTOR; first < vocab_size; first += LOGITS_THREADS * LOGITS_VECTOR) {
         float x[LOGITS_VECTOR];
         load_logits(x, row, first, vocab_size, aligned);
-#pragma unroll
-        for (int i = 0; i < LOGITS_VECTOR; i++) x[i] = scale_logit(x[i], temperature);
+        scale_logits(x, temperature);
         sum.add<true>(x);
     }
     const RowStatistics statistics = combine_over_block<true>(sum, scratch);
@@ -45,15 +44,17 @@ token_logprobs_backward(SCALAR* dlogits, const SCALAR* logits, const int* target
     for (long long first = (long long)(blockIdx.y * LOGITS_THREADS + threadIdx.x) * LOGITS_VECTOR; first < stride; first += step) {
         float x[LOGITS_VECTOR];
         load_logits(x, logits + n * stride, (int)first, vocab_size, aligned);
+        scale_logits(x, temperature);
         float gradients[LOGITS_VECTOR];
 #pragma unroll
         for (int i = 0; i < LOGITS_VECTOR; i++) {
-            const float log_p = scale_logit(x[i], temperature) - row_lse, p = expf(log_p);
+            const float log_p = x[i] - row_lse, p = expf(log_p);
             float gradient = -upstream * p;
             if (first + i == target) gradient += upstream;
             if (dentropy) gradient -= entropy_upstream * p * (fmaxf(log_p, -1e30f) + row_entropy);
-            gradients[i] = first + i < vocab_size ? scale_logit(gradient, temperature) : 0.0f;
+            gradients[i] = first + i < vocab_size ? gradient : 0.0f;
         }
+        scale_logits(gradients, temperature);
         SCALAR* destination = dlogits + n * stride + first;
         if (aligned && first + LOGITS_VECTOR <= stride) {
 #pragma unroll

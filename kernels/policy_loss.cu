@@ -1,7 +1,7 @@
 // The policy-gradient losses of GRPO's family on N packed tokens: loss, dlogps (N,) = dloss/dnew, and five sums of statistics.
-// A block of POLICY_THREADS threads takes a segment of tokens: one sequence if the ratio is one a sequence (cu_seqlens given), TOKENS_A_BLOCK tokens
-// otherwise. It writes its sums to partials (segments, 5): loss, clipped below, clipped above, kl, used tokens; policy_loss_sums adds those
-// up in a fixed order. Formulas, their order and what NaN does are those of the NumPy shelf, in float64: there is little to compute.
+// A block of POLICY_THREADS threads takes a segment of tokens: one sequence if the ratio is one a sequence (cu_seqlens given),
+// TOKENS_A_BLOCK tokens otherwise. It writes its sums to partials (segments, 5): loss, clipped below, clipped above, kl, used tokens;
+// policy_loss_sums adds those up in a fixed order. Formulas, their order and what NaN does are those of the NumPy shelf, in float64: there is little to compute.
 // specialise:
 // arch: sm_80 sm_89 sm_90a sm_100 sm_120
 #include "common.cuh"
@@ -129,6 +129,7 @@ policy_loss_sums(float* loss, double* stats, const double* partials, int num_seg
     }
     if (threadIdx.x == 0) {
         *loss = (float)sums[0];
-        stats[0] = sums[1], stats[1] = sums[2], stats[2] = num_sequences >= 0 ? num_sequences : sums[4], stats[3] = sums[3], stats[4] = sums[4];
+        stats[0] = sums[1], stats[1] = sums[2], stats[3] = sums[3], stats[4] = sums[4];
+        stats[2] = num_sequences >= 0 ? num_sequences : sums[4];
     }
 }

@@ -30,7 +30,8 @@ def test_backward(rows, width, vocab_size, temperature, with_entropy):
     scaled = logits[:, :vocab_size] / temperature
     lse = np.log(np.exp(scaled).sum(1)).astype(np.float32)
     entropy, dlogprobs, dentropy = (statistics(rows, seed=seed) for seed in (1, 2, 3))
-    check_kernel("token_logprobs_backward", logits, targets, lse, entropy, dlogprobs, dentropy if with_entropy else None, temperature, vocab_size)
+    dentropy = dentropy if with_entropy else None
+    check_kernel("token_logprobs_backward", logits, targets, lse, entropy, dlogprobs, dentropy, temperature, vocab_size)
 
 
 @pytest.mark.parametrize("width", [211, 2051, 32768])

@@ -16,7 +16,7 @@ CASES = json.loads(str(GOLDEN["grpo/cases"]))
 
 
 def check_policy_loss(*args):
-    """(new, old, ref, advantages, weights, cu_seqlens, kind, eps_low, eps_high, delta, beta, bias_kl): float32 statistics in every dtype."""
+    """new, old, ref, advantages, weights, cu_seqlens, kind, eps_low, eps_high, delta, beta, bias_kl; float arrays become float32."""
     check_kernel("policy_loss_forward", *(x.astype(np.float32) if isinstance(x, np.ndarray) and x.dtype.kind == "f" else x for x in args),
                  dtypes=("float32",))
 
@@ -49,7 +49,8 @@ def test_sizes(level, kind, delta, beta, bias_kl, count):
     weights = (rng.random(count) * (rng.random(count) > 0.2)).astype(np.float32)
     cuts = np.sort(rng.integers(0, count + 1, 5))
     cu_seqlens = np.array([0, *cuts, count], np.int32) if level == "sequence" else None
-    check_policy_loss(new, old, ref if beta else None, advantages, weights, cu_seqlens, kind, 0.2, 1.3 if kind == "cispo" else 0.28, delta, beta, bias_kl)
+    eps_high = 1.3 if kind == "cispo" else 0.28
+    check_policy_loss(new, old, ref if beta else None, advantages, weights, cu_seqlens, kind, 0.2, eps_high, delta, beta, bias_kl)
 
 
 def test_masked_tokens_may_hold_anything():
@@ -75,7 +76,9 @@ def test_float64_weights_from_the_host_are_taken():
     cuda, cpu = backend_for("cuda"), backend_for("cpu")
     new, old, advantages = (statistics(50, seed=seed) for seed in (1, 2, 3))
     weights = np.full(50, 1 / 50)
-    got = cuda.policy_loss_forward(*(cuda.array(x) for x in (new, old)), None, cuda.array(advantages), cuda.array(weights), None, "clip", 0.2, 0.2, None, 0.0, False)
-    near = cpu.policy_loss_forward(new, old, None, advantages, weights, None, "clip", 0.2, 0.2, None, 0.0, False)
+    settings = (None, "clip", 0.2, 0.2, None, 0.0, False)
+    given = [cuda.array(x) for x in (new, old, advantages, weights)]
+    got = cuda.policy_loss_forward(*given[:2], None, *given[2:], *settings)
+    near = cpu.policy_loss_forward(new, old, None, advantages, weights, *settings)
     for x, y in zip(got, near):
         np.testing.assert_allclose(cuda.to_numpy(x), y, rtol=1e-5, atol=1e-7)

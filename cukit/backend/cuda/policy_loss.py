@@ -29,7 +29,7 @@ def policy_loss_forward(new, old, ref, advantages, weights, cu_seqlens, kind, ep
     partials = empty((num_segments, NUM_SUMS), cp.float64)
     kernels = load("policy_loss")
     kernels.policy_loss_segments(
-        num_segments, THREADS, dlogps, partials, cp.ascontiguousarray(new), old, ref, advantages, weights, cu_seqlens, num_tokens, LOSSES[kind],
-        1 - eps_low, 1 + eps_high, eps_high, math.inf if delta is None else delta, beta, int(bool(bias_kl)))
+        num_segments, THREADS, dlogps, partials, cp.ascontiguousarray(new), old, ref, advantages, weights, cu_seqlens, num_tokens,
+        LOSSES[kind], 1 - eps_low, 1 + eps_high, eps_high, math.inf if delta is None else delta, beta, int(bool(bias_kl)))
     kernels.policy_loss_sums(1, THREADS, loss, stats, partials, num_segments, num_sequences)
     return loss, dlogps, stats
