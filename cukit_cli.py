@@ -56,6 +56,13 @@ class EvalOptions:
             raise ValueError(f"limit must be at least 1, got {self.limit}")
 
 
+@dataclass
+class KernelsOptions:
+    report: bool = option(False, "print registers, shared memory and spills of each kernel")
+    archs: list[str] | None = option(None, "only these architectures, for example sm_90a; default: all that a kernel declares")
+    families: list[str] | None = option(None, "only these files of kernels/, without .cu")
+
+
 # ---- subcommands -----------------------------------------------------------------------------------------------------
 
 
@@ -209,6 +216,23 @@ def doctor(values: dict) -> None:
     print(f"device auto means {backend_for('auto').name}")
 
 
+def kernels(values: dict) -> None:
+    """Compile every kernel ahead, for this machine's use or for a look at registers and spills; needs no GPU."""
+    from cukit.backend import kernel_compiler
+
+    compiler = kernel_compiler()
+    options = make(KernelsOptions, values)
+    for name, chosen, known in (("families", options.families, compiler.families()),
+                                ("archs", options.archs, sorted({a for f in compiler.families() for a in compiler.architectures(f)}))):
+        if unknown := set(chosen or ()) - set(known):
+            raise ValueError(f"{name}: {', '.join(sorted(unknown))} is not known; there are {', '.join(known)}")
+    start = time.perf_counter()
+    compiled = compiler.build(archs=options.archs, names=options.families)
+    if options.report:
+        print(compiler.report(compiled))
+    print(f"{len(compiled)} modules in {time.perf_counter() - start:.1f} s; they lie in {compiler.cache_folder()}")
+
+
 COMMANDS = {
     "grpo": Command(grpo, "train with rewards (group relative policy optimisation)", (TrainFiles, GRPOConfig),
                     recipe="data/recipes/tiny-grpo.yaml",
@@ -219,6 +243,7 @@ COMMANDS = {
                         without=("logprobs",), bundled={"model": TINY_MODEL}),
     "eval": Command(evaluate, "accuracy of a model on rows with a reward", (EvalOptions, SamplingParams, EngineConfig),
                     without=("logprobs",), bundled={"model": TINY_MODEL, "data": TEST_ROWS, "reward_funcs": ["gsm8k"]}),
+    "kernels": Command(kernels, "kernels build: compile all CUDA kernels ahead", (KernelsOptions,), action="build"),
     "doctor": Command(doctor, "versions and devices", ()),
 }
 

@@ -27,6 +27,7 @@ class Command:
     parts: tuple[type, ...]  # the dataclasses whose fields are its options; the first to have a name wins
     without: tuple[str, ...] = ()  # fields that are no options here
     recipe: str | None = None  # runs without --config and --model
+    action: str | None = None  # a word that must follow the command: cukit kernels build
     bundled: dict[str, Any] = field(default_factory=dict)  # stands in for what neither options nor --config name
 
 
@@ -51,6 +52,7 @@ def parse(commands: dict[str, Command], argv: list[str]) -> tuple[str, dict]:
     namespace, unknown = parser.parse_known_args([_underscored(word) for word in argv] or ["--help"])
     given = vars(namespace)
     name = given.pop("command")
+    given.pop("action", None)
     if unknown:
         word = unknown[0].partition("=")[0]
         known = [*command_fields(commands[name]), "config"]
@@ -65,7 +67,9 @@ def _underscored(word: str) -> str:
 
 
 def add_options(parser: argparse.ArgumentParser, command: Command) -> None:
-    if command.parts:
+    if command.action:
+        parser.add_argument("action", choices=(command.action,))
+    elif command.parts:
         parser.add_argument("--config", default=argparse.SUPPRESS, metavar="FILE", help="YAML file of options; options given here override it")
     for name, item in command_fields(command).items():
         kind = without_none(item.type)

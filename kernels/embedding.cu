@@ -56,7 +56,7 @@ embedding_backward(float* dtable, const SCALAR* __restrict__ dy, const int* __re
 
     const bool vectorised = C % VECTOR == 0 && aligned16(dy);
     const int col = (blockIdx.y * THREADS + thread) * VECTOR;
-    float sum[VECTOR] = {};
+    float sum[VECTOR] = {}, lost[VECTOR] = {};  // Kahan: `lost` is what rounding took from sum; a frequent id adds thousands of rows
     for (int base = leader / TILE * TILE; base < T; base += TILE) {
         const int t = base + thread * EACH;  // EACH neighbours a thread, so that threads in order are ids in order
         int count = 0;
@@ -92,7 +92,11 @@ embedding_backward(float* dtable, const SCALAR* __restrict__ dy, const int* __re
                 float row[VECTOR];
                 load_floats(row, dy + (long long)matches[m] * C, col, C, vectorised);
 #pragma unroll
-                for (int i = 0; i < VECTOR; i++) sum[i] += row[i];
+                for (int i = 0; i < VECTOR; i++) {
+                    const float term = __fsub_rn(row[i], lost[i]), next = __fadd_rn(sum[i], term);
+                    lost[i] = __fsub_rn(__fsub_rn(next, sum[i]), term);
+                    sum[i] = next;
+                }
             }
         // the next tile writes warp_counts and matches only behind its __syncthreads_or
     }

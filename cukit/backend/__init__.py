@@ -46,5 +46,13 @@ def cuda_problem() -> str | None:
     return _load("cuda").problem()
 
 
+def kernel_compiler() -> ModuleType:
+    """The module that compiles kernels/*.cu (no GPU needed). ValueError where CuPy or NVRTC is missing."""
+    try:
+        return import_module("cukit.backend.cuda.compile")
+    except ImportError as error:
+        raise ValueError(f"compiling kernels needs CuPy and NVRTC ({error}): pip install 'cukit[compile]', or 'cukit[cuda12]' with a GPU") from None
+
+
 def _load(device: str) -> ModuleType:
     return import_module({"cpu": "cukit.backend.numpy", "cuda": "cukit.backend.cuda"}[device])

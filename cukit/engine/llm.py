@@ -11,8 +11,7 @@ from pathlib import Path
 
 from ..config import EngineConfig, SamplingParams
 from ..models.scoring import token_logprobs
-from ..models.weights import model_folder as model_folder
-from ..models.weights import load_model
+from ..models.weights import load_model, model_folder
 from ..tokenizer import Tokenizer
 from .block_manager import BlockManager
 from .model_runner import ModelRunner, fit_memory

@@ -70,6 +70,7 @@ def save_model(model: Decoder, folder, dtype=None):
     raw["dtype" if "dtype" in raw else "torch_dtype"] = stored.name
     temporary = folder / "model.safetensors.tmp"
     save_file(tensors, temporary, metadata={"format": "pt"})
+    temporary.chmod(0o644)  # safetensors makes it readable by the owner alone
     os.replace(temporary, folder / "model.safetensors")
     temporary = folder / "config.json.tmp"
     temporary.write_text(json.dumps(raw, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
