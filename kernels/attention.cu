@@ -7,21 +7,21 @@
 #include "attention.cuh"
 
 // o and the natural log-sum-exp of the scaled scores. Block = QUERY_TILE queries of one head, the last pieces (with the most keys) first.
-extern "C" __global__ void __launch_bounds__(ATTENTION_THREADS)
+extern "C" __global__ void __launch_bounds__(ATTENTION_THREADS, BLOCKS_AN_SM)
 attention_forward(SCALAR* o, float* lse, const SCALAR* qkv, const int* cu_seqlens, int total_tokens, int num_seqs, int num_heads,
                   int num_kv_heads, float scale) {
     const int head = blockIdx.x % num_heads, kv_head = head / (num_heads / num_kv_heads);
     const Piece piece = find_piece(cu_seqlens, num_seqs, total_tokens, (gridDim.x - 1 - blockIdx.x) / num_heads, QUERY_TILE);
     if (piece.first >= piece.length) return;
-    const long long o_stride = (long long)num_heads * HEAD_DIM, qkv_stride = (long long)(num_heads + 2 * num_kv_heads) * HEAD_DIM;
-    o += piece.start * o_stride + head * HEAD_DIM;
+    const int o_stride = num_heads * HEAD_DIM, qkv_stride = (num_heads + 2 * num_kv_heads) * HEAD_DIM;
+    o += (long long)piece.start * o_stride + head * HEAD_DIM;
     lse += (long long)piece.start * num_heads + head;
     if (piece.ghost) {
         zero_rows(o, o_stride, piece.first, QUERY_TILE, piece.length);
         if (threadIdx.x < QUERY_TILE && piece.first + threadIdx.x < piece.length) lse[(piece.first + (long long)threadIdx.x) * num_heads] = 0.f;
         return;
     }
-    const SCALAR* rows = qkv + piece.start * qkv_stride;
+    const SCALAR* rows = qkv + (long long)piece.start * qkv_stride;
     const PackedRows q{rows + head * HEAD_DIM, qkv_stride}, k{rows + (num_heads + kv_head) * HEAD_DIM, qkv_stride};
     const PackedRows v{rows + (num_heads + num_kv_heads + kv_head) * HEAD_DIM, qkv_stride};
     attend_queries(o, o_stride, lse, num_heads, q, k, v, piece.first, piece.length, 0, scale);
@@ -49,7 +49,7 @@ __device__ __forceinline__ Sequence sequence_of(const Piece& piece, SCALAR* dqkv
 }
 
 // The q part of dqkv. Block = QUERY_TILE queries of one head, the last pieces first. Here and below scale is 1 / sqrt(D).
-extern "C" __global__ void __launch_bounds__(ATTENTION_THREADS)
+extern "C" __global__ void __launch_bounds__(ATTENTION_THREADS, BLOCKS_AN_SM)
 attention_backward_q(SCALAR* dqkv, const SCALAR* do_, const SCALAR* qkv, const float* lse, const float* delta, const int* cu_seqlens,
                      int total_tokens, int num_seqs, int num_heads, int num_kv_heads, float scale) {
     const int head = blockIdx.x % num_heads;
@@ -63,7 +63,7 @@ attention_backward_q(SCALAR* dqkv, const SCALAR* do_, const SCALAR* qkv, const f
 }
 
 // The k and v parts of dqkv. Block = KEY_ROWS keys of one kv head, the first pieces (with the most queries) first within a sequence.
-extern "C" __global__ void __launch_bounds__(ATTENTION_THREADS)
+extern "C" __global__ void __launch_bounds__(ATTENTION_THREADS, BLOCKS_AN_SM)
 attention_backward_kv(SCALAR* dqkv, const SCALAR* do_, const SCALAR* qkv, const float* lse, const float* delta, const int* cu_seqlens,
                       int total_tokens, int num_seqs, int num_heads, int num_kv_heads, float scale) {
     const int kv_head = blockIdx.x % num_kv_heads;

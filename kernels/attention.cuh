@@ -47,8 +47,8 @@ __device__ inline Piece find_piece(const int* cu_seqlens, int num_seqs, int tota
 // Rows of one head in a packed array: row i at base + i * stride.
 struct PackedRows {
     const SCALAR* base;
-    long long stride;
-    __device__ __forceinline__ const SCALAR* row(int i) const { return base + i * stride; }
+    int stride;
+    __device__ __forceinline__ const SCALAR* row(int i) const { return base + (long long)i * stride; }
 };
 
 // Rows of one kv head in a paged cache (num_blocks, block_size, K, D): base is cache + head * D, stride K * D.
@@ -56,12 +56,12 @@ struct PagedRows {
     const SCALAR* base;
     const int* table;
     unsigned block_size;
-    long long stride;
+    int stride;
     __device__ __forceinline__ int slot(int i) const {
         unsigned block = (unsigned)i / block_size;
         return table[block] * block_size + ((unsigned)i - block * block_size);
     }
-    __device__ __forceinline__ const SCALAR* row(int i) const { return base + slot(i) * stride; }
+    __device__ __forceinline__ const SCALAR* row(int i) const { return base + (long long)slot(i) * stride; }
 };
 
 // What a gradient kernel knows of one sequence: row t of head h of qkv at qkv + t * row_stride + h * HEAD_DIM, of o's gradient at
@@ -73,10 +73,10 @@ struct Sequence {
     int length, num_heads, num_kv_heads;
     float scale;  // 1 / sqrt(D), without log2(e)
 
-    __device__ __forceinline__ long long row_stride() const { return (long long)(num_heads + 2 * num_kv_heads) * HEAD_DIM; }
+    __device__ __forceinline__ int row_stride() const { return (num_heads + 2 * num_kv_heads) * HEAD_DIM; }
     __device__ __forceinline__ PackedRows head(int h) const { return {qkv + h * HEAD_DIM, row_stride()}; }
-    __device__ __forceinline__ PackedRows head_do(int h) const { return {do_ + h * HEAD_DIM, (long long)num_heads * HEAD_DIM}; }
-    __device__ __forceinline__ SCALAR* gradient(int h, int row) const { return row < length ? dqkv + row * row_stride() + h * HEAD_DIM : nullptr; }
+    __device__ __forceinline__ PackedRows head_do(int h) const { return {do_ + h * HEAD_DIM, num_heads * HEAD_DIM}; }
+    __device__ __forceinline__ SCALAR* gradient(int h, int row) const { return row < length ? dqkv + (long long)row * row_stride() + h * HEAD_DIM : nullptr; }
 };
 
 // Zero rows first ... first + rows - 1 (below count) of D values at base + row * stride: the result of rows that belong to no sequence.
@@ -103,8 +103,11 @@ __device__ __forceinline__ float merge_value(float running, float chunk, float l
     return __fmaf_rn(running, left, __fmul_rn(chunk, right));
 }
 
-// Division by the row sum; a row that saw no key gives 0.
-__device__ __forceinline__ float reciprocal_total(float total) { return total == 0.f ? 0.f : __frcp_rn(total); }
+// 1 / row sum (one Newton step; the division operator would cost a call); a row that saw no key gives 0.
+__device__ __forceinline__ float reciprocal_total(float total) {
+    float guess = reciprocal_fast(total);
+    return total == 0.f ? 0.f : __fmaf_rn(guess, __fmaf_rn(-total, guess, 1.f), guess);
+}
 
 __device__ __forceinline__ float natural_lse(float maximum, float total) {
     return __fmaf_rn(maximum, LN_2, logf(total));

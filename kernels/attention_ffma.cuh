@@ -5,6 +5,7 @@
 #include "attention.cuh"
 
 constexpr int ATTENTION_THREADS = 128;
+constexpr int BLOCKS_AN_SM = 4;  // left alone, the compiler saves registers by spilling
 constexpr int QUERY_TILE = ATTENTION_THREADS / WARP;  // one row a warp
 constexpr int KEY_ROWS = QUERY_TILE;
 constexpr int CHUNK_THREADS = 32;
@@ -27,6 +28,12 @@ __device__ __forceinline__ void clear_share(float (&x)[SHARE]) {
     for (int i = 0; i < SHARE; ++i) x[i] = 0.f;
 }
 
+// sum += part. Long sums go over parts of 32 terms: a single chain of thousands of terms loses digits that NumPy's keeps.
+__device__ __forceinline__ void add_share(float (&sum)[SHARE], const float (&part)[SHARE]) {
+#pragma unroll
+    for (int i = 0; i < SHARE; ++i) sum[i] = __fadd_rn(sum[i], part[i]);
+}
+
 __device__ __forceinline__ float dot_share(const float (&x)[SHARE], const float (&y)[SHARE]) {
     float sum = 0.f;
 #pragma unroll
@@ -47,6 +54,7 @@ __device__ __forceinline__ void attend_row(float (&out)[SHARE], float& maximum, 
         if (key < end) {
             const float* k = keys.row(key);
             float sums[4] = {0.f, 0.f, 0.f, 0.f};
+#pragma unroll 4
             for (int d = 0; d < HEAD_DIM; d += 4) {
                 const Vec<float, 4> x = load_vec<4>(q + d), y = load_vec<4>(k + d);
 #pragma unroll
@@ -58,21 +66,24 @@ __device__ __forceinline__ void attend_row(float (&out)[SHARE], float& maximum, 
         const float weight = exp2f(__fsub_rn(score, highest)), factor = exp2f(__fsub_rn(maximum, highest));  // a tile has a visible key
         maximum = highest;
         total = __fmaf_rn(total, factor, warp_sum(weight));
-#pragma unroll
-        for (int i = 0; i < SHARE; ++i) out[i] = __fmul_rn(out[i], factor);
+        float part[SHARE];
+        clear_share(part);
+#pragma unroll 1
         for (int j = 0; j < min(WARP, end - tile); ++j) {
             const float shared_weight = __shfl_sync(FULL_MASK, weight, j);
             float v[SHARE];
             load_share(v, values.row(tile + j));
 #pragma unroll
-            for (int i = 0; i < SHARE; ++i) out[i] = __fmaf_rn(shared_weight, v[i], out[i]);
+            for (int i = 0; i < SHARE; ++i) part[i] = __fmaf_rn(shared_weight, v[i], part[i]);
         }
+#pragma unroll
+        for (int i = 0; i < SHARE; ++i) out[i] = __fmaf_rn(out[i], factor, part[i]);
     }
 }
 
 // As in attention_mma.cuh: query i of the sequence stands at position offset + i. This warp takes query first + warp.
 template <class Rows>
-__device__ __forceinline__ void attend_queries(float* o, long long o_stride, float* lse, long long lse_stride, const PackedRows& q,
+__device__ __forceinline__ void attend_queries(float* o, int o_stride, float* lse, int lse_stride, const PackedRows& q,
                                                const Rows& keys, const Rows& values, int first, int count, int offset, float scale) {
     const int row = first + threadIdx.x / WARP;
     if (row >= count) return;
@@ -85,8 +96,8 @@ __device__ __forceinline__ void attend_queries(float* o, long long o_stride, flo
 #pragma unroll
         for (int i = 0; i < SHARE; ++i) running[i] = merge_value(running[i], out[i], left, right);
     }
-    store_share(o + row * o_stride, running, reciprocal_total(total));
-    if (lse != nullptr && lane() == 0) lse[row * lse_stride] = natural_lse(maximum, total);
+    store_share(o + (long long)row * o_stride, running, reciprocal_total(total));
+    if (lse != nullptr && lane() == 0) lse[(long long)row * lse_stride] = natural_lse(maximum, total);
 }
 
 // As in attention_mma.cuh: the query rows q + r * HEAD_DIM, r < count, over keys first ... end - 1 of one chunk.
@@ -113,17 +124,22 @@ __device__ __forceinline__ void gradient_of_queries(const Sequence& sequence, in
     if (row >= sequence.length) return;
     const PackedRows keys = sequence.head(sequence.num_heads + kv_head), values = sequence.head(sequence.num_heads + sequence.num_kv_heads + kv_head);
     const long long at = (long long)row * sequence.num_heads + head;
-    float q[SHARE], do_row[SHARE], k[SHARE], v[SHARE], dq[SHARE];
+    float q[SHARE], do_row[SHARE], k[SHARE], v[SHARE], dq[SHARE], part[SHARE];
     load_share(q, sequence.head(head).row(row));
     load_share(do_row, sequence.head_do(head).row(row));
     clear_share(dq);
-    for (int key = 0; key <= row; ++key) {
-        float p, ds;
-        load_share(k, keys.row(key));
-        load_share(v, values.row(key));
-        weigh(p, ds, q, k, do_row, v, sequence.scale, sequence.lse[at], sequence.delta[at]);
+    for (int tile = 0; tile <= row; tile += WARP) {
+        clear_share(part);
+#pragma unroll 1
+        for (int key = tile; key < min(tile + WARP, row + 1); ++key) {
+            float p, ds;
+            load_share(k, keys.row(key));
+            load_share(v, values.row(key));
+            weigh(p, ds, q, k, do_row, v, sequence.scale, sequence.lse[at], sequence.delta[at]);
 #pragma unroll
-        for (int i = 0; i < SHARE; ++i) dq[i] = __fmaf_rn(ds, k[i], dq[i]);
+            for (int i = 0; i < SHARE; ++i) part[i] = __fmaf_rn(ds, k[i], part[i]);
+        }
+        add_share(dq, part);
     }
     store_share(sequence.gradient(head, row), dq, sequence.scale);
 }
@@ -133,23 +149,30 @@ __device__ __forceinline__ void gradient_of_keys(const Sequence& sequence, int k
     const int group = sequence.num_heads / sequence.num_kv_heads, key = first + threadIdx.x / WARP;
     const int key_head = sequence.num_heads + kv_head, value_head = key_head + sequence.num_kv_heads;
     if (key >= sequence.length) return;
-    float q[SHARE], do_row[SHARE], k[SHARE], v[SHARE], dk[SHARE], dv[SHARE];
+    float q[SHARE], do_row[SHARE], k[SHARE], v[SHARE], dk[SHARE], dv[SHARE], dk_part[SHARE], dv_part[SHARE];
     load_share(k, sequence.head(key_head).row(key));
     load_share(v, sequence.head(value_head).row(key));
     clear_share(dk);
     clear_share(dv);
     for (int head = kv_head * group; head < (kv_head + 1) * group; ++head)
-        for (int row = key; row < sequence.length; ++row) {
-            const long long at = (long long)row * sequence.num_heads + head;
-            float p, ds;
-            load_share(q, sequence.head(head).row(row));
-            load_share(do_row, sequence.head_do(head).row(row));
-            weigh(p, ds, q, k, do_row, v, sequence.scale, sequence.lse[at], sequence.delta[at]);
+        for (int tile = key; tile < sequence.length; tile += WARP) {
+            clear_share(dk_part);
+            clear_share(dv_part);
+#pragma unroll 1
+            for (int row = tile; row < min(tile + WARP, sequence.length); ++row) {
+                const long long at = (long long)row * sequence.num_heads + head;
+                float p, ds;
+                load_share(q, sequence.head(head).row(row));
+                load_share(do_row, sequence.head_do(head).row(row));
+                weigh(p, ds, q, k, do_row, v, sequence.scale, sequence.lse[at], sequence.delta[at]);
 #pragma unroll
-            for (int i = 0; i < SHARE; ++i) {
-                dv[i] = __fmaf_rn(p, do_row[i], dv[i]);
-                dk[i] = __fmaf_rn(ds, q[i], dk[i]);
+                for (int i = 0; i < SHARE; ++i) {
+                    dv_part[i] = __fmaf_rn(p, do_row[i], dv_part[i]);
+                    dk_part[i] = __fmaf_rn(ds, q[i], dk_part[i]);
+                }
             }
+            add_share(dk, dk_part);
+            add_share(dv, dv_part);
         }
     store_share(sequence.gradient(key_head, key), dk, sequence.scale);
     store_share(sequence.gradient(value_head, key), dv, 1.f);

@@ -11,6 +11,7 @@ constexpr int QUERY_WARPS = WIDE ? 2 : 4;
 constexpr int QUERY_TILE = QUERY_WARPS * 16;
 constexpr int STAGES = WIDE ? 1 : 2;
 constexpr int ATTENTION_THREADS = QUERY_WARPS * 32;
+constexpr int BLOCKS_AN_SM = PADDED_DIM > 64 ? 2 : 3;  // what registers allow without a spill
 constexpr int ROW_STRIDE = PADDED_DIM + 8;             // an odd number of 16-byte units: ldmatrix reads 8 rows without a bank conflict
 constexpr int COPY_ELEMENTS = HEAD_DIM % 8 ? 4 : 8;    // elements of one copy
 constexpr int OUT_TILES = PADDED_DIM / 8;
@@ -257,7 +258,7 @@ __device__ __forceinline__ void write_rows(SCALAR* const (&rows)[2], const float
 // Query i (first <= i < count) of the sequence stands at position offset + i and sees the keys up to there. q.row(i), o + i * o_stride,
 // lse + i * lse_stride (lse may be null).
 template <class Keys>
-__device__ __forceinline__ void attend_queries(SCALAR* o, long long o_stride, float* lse, long long lse_stride, const PackedRows& q,
+__device__ __forceinline__ void attend_queries(SCALAR* o, int o_stride, float* lse, int lse_stride, const PackedRows& q,
                                                const Keys& keys, const Keys& values, int first, int count, int offset, float scale) {
     extern __shared__ __align__(16) unsigned char shared_bytes[];
     SCALAR *query_tile = reinterpret_cast<SCALAR*>(shared_bytes), *tiles = query_tile + QUERY_TILE * ROW_STRIDE;
@@ -282,8 +283,8 @@ __device__ __forceinline__ void attend_queries(SCALAR* o, long long o_stride, fl
 
     auto fetch = [&](int tile) {
         SCALAR* stage = tiles + tile % STAGES * 2 * TILE;
-        copy_rows<KEY_TILE, ATTENTION_THREADS>(stage, keys, tile * KEY_TILE, block_end);
-        copy_rows<KEY_TILE, ATTENTION_THREADS>(stage + TILE, values, tile * KEY_TILE, block_end);
+        copy_rows<KEY_TILE, ATTENTION_THREADS, 1>(stage, keys, tile * KEY_TILE, block_end);
+        copy_rows<KEY_TILE, ATTENTION_THREADS, 1>(stage + TILE, values, tile * KEY_TILE, block_end);
         copies_commit();
     };
     const int num_tiles = (block_end + KEY_TILE - 1) / KEY_TILE;
@@ -312,10 +313,10 @@ __device__ __forceinline__ void attend_queries(SCALAR* o, long long o_stride, fl
     SCALAR* out_rows[2];
     float factors[2];
     for (int r = 0; r < 2; ++r) {
-        out_rows[r] = rows[r] < count ? o + rows[r] * o_stride : nullptr;
+        out_rows[r] = rows[r] < count ? o + (long long)rows[r] * o_stride : nullptr;
         factors[r] = reciprocal_total(running.total[r]);
         if (lse != nullptr && rows[r] < count && (lane() & 3) == 0)
-            lse[rows[r] * lse_stride] = natural_lse(running.maximum[r], running.total[r]);
+            lse[(long long)rows[r] * lse_stride] = natural_lse(running.maximum[r], running.total[r]);
     }
     write_rows(out_rows, factors, [&](int j, int e) { return running.at(j * 4 + e); });
 }
@@ -328,9 +329,8 @@ constexpr int CHUNK_THREADS = 32;
 struct SlotRows {
     const SCALAR* base;
     const int* slots;
-    int first;
-    long long stride;
-    __device__ __forceinline__ const SCALAR* row(int i) const { return base + slots[i - first] * stride; }
+    int first, stride;
+    __device__ __forceinline__ const SCALAR* row(int i) const { return base + (long long)slots[i - first] * stride; }
 };
 
 // The query rows q + r * HEAD_DIM, r < count <= 16, over keys first ... end - 1 of one chunk. Unnormalised results in float32 to out + r * HEAD_DIM * stride,

@@ -60,6 +60,13 @@ __device__ __forceinline__ float exp2_fast(float x) {
     return y;
 }
 
+// 1 / x to about one unit in the last place.
+__device__ __forceinline__ float reciprocal_fast(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
 // Two floats, rounded to nearest, as one register; `low` is the element with the lower index.
 __device__ __forceinline__ unsigned pack_pair(float low, float high, __nv_bfloat16) {
     __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);

@@ -44,27 +44,27 @@ scatter_blocks(SCALAR* k_cache, SCALAR* v_cache, const SCALAR* staging, const lo
 
 __device__ __forceinline__ PagedRows paged_rows(const SCALAR* cache, const int* block_tables, int sequence, int max_blocks, int block_size,
                                                 int kv_head, int num_kv_heads) {
-    return {cache + kv_head * HEAD_DIM, block_tables + (long long)sequence * max_blocks, (unsigned)block_size, (long long)num_kv_heads * HEAD_DIM};
+    return {cache + kv_head * HEAD_DIM, block_tables + (long long)sequence * max_blocks, (unsigned)block_size, num_kv_heads * HEAD_DIM};
 }
 
 // o (T, H * D) of new tokens packed by cu_seqlens (B + 1), the last ones of their sequences. Block = QUERY_TILE queries of one head. Rows
 // beyond cu_seqlens[B] give zeros.
-extern "C" __global__ void __launch_bounds__(ATTENTION_THREADS)
+extern "C" __global__ void __launch_bounds__(ATTENTION_THREADS, BLOCKS_AN_SM)
 paged_prefill(SCALAR* o, const SCALAR* qkv, const SCALAR* k_cache, const SCALAR* v_cache, const int* block_tables, const int* cu_seqlens,
               const int* context_lens, int total_tokens, int num_seqs, int num_heads, int num_kv_heads, int block_size, int max_blocks,
               float scale) {
     const int head = blockIdx.x % num_heads, kv_head = head / (num_heads / num_kv_heads);
     const Piece piece = find_piece(cu_seqlens, num_seqs, total_tokens, (gridDim.x - 1 - blockIdx.x) / num_heads, QUERY_TILE);
     if (piece.first >= piece.length) return;
-    const long long o_stride = (long long)num_heads * HEAD_DIM, qkv_stride = (long long)(num_heads + 2 * num_kv_heads) * HEAD_DIM;
-    o += piece.start * o_stride + head * HEAD_DIM;
+    const int o_stride = num_heads * HEAD_DIM, qkv_stride = (num_heads + 2 * num_kv_heads) * HEAD_DIM;
+    o += (long long)piece.start * o_stride + head * HEAD_DIM;
     if (piece.ghost) {
         zero_rows(o, o_stride, piece.first, QUERY_TILE, piece.length);
         return;
     }
     const PagedRows keys = paged_rows(k_cache, block_tables, piece.sequence, max_blocks, block_size, kv_head, num_kv_heads);
     const PagedRows values = paged_rows(v_cache, block_tables, piece.sequence, max_blocks, block_size, kv_head, num_kv_heads);
-    const PackedRows q{qkv + piece.start * qkv_stride + head * HEAD_DIM, qkv_stride};
+    const PackedRows q{qkv + (long long)piece.start * qkv_stride + head * HEAD_DIM, qkv_stride};
     attend_queries(o, o_stride, (float*)nullptr, 0, q, keys, values, piece.first, piece.length,
                    context_lens[piece.sequence] - piece.length, scale);
 }
