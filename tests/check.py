@@ -69,18 +69,22 @@ def check_gradient(op, *inputs, eps=1e-5, rtol=2e-6, seed=0):
 # ---- a kernel against NumPy ------------------------------------------------------------------------------------------
 
 
-def check_kernel(name, *args, dtypes=DTYPES, exact=(), twice=True):
+def check_kernel(name, *args, dtypes=DTYPES, exact=(), twice=True, yardsticks=None):
     """Run the function `name` of both shelves for each dtype and compare.
 
     Truth: NumPy in float64 on the rounded inputs. Yardstick: NumPy in the model's own dtype. Required:
     error(kernel) ≤ 2 · error(yardstick) + one ulp at the largest value, shapes and dtypes equal, the same bits on a second call.
-    `exact`: indices of outputs that must equal the yardstick (integers).
+    `exact`: indices of outputs that must equal the yardstick (integers). `yardsticks`: output index -> function of the NumPy dtype that
+    gives a float32 yardstick for half types, where a sum on tensor cores stays float32 (see tensor_core_product).
     """
     host, device = backend_for("cpu"), backend_for("cuda")
     for dtype in dtypes:
         model_dtype = host.dtype_of(dtype)
         truth = _call(host, name, args, model_dtype, precise=True)
         yardstick = _call(host, name, args, model_dtype)
+        if dtype != "float32":
+            for index, function in (yardsticks or {}).items():
+                yardstick[index] = function(model_dtype)
         kernel = _call(device, name, args, model_dtype)
         assert len(kernel) == len(yardstick), f"{name}: {len(kernel)} outputs on cuda, {len(yardstick)} on numpy"
         for index, (got, near, true) in enumerate(zip(kernel, yardstick, truth)):
@@ -123,6 +127,21 @@ def _compare(what, got, near, true, exact):
     error = np.abs(got64 - true)[finite].max()
     allowed = 2 * np.abs(near64 - true)[finite].max() + ulp(np.abs(true[finite]).max(), got.dtype)
     assert error <= allowed, f"{what}: error {error:.3e}, allowed {allowed:.3e}"
+
+
+def tensor_core_product(a, b):
+    """a bᵀ over the last axis as a tensor core sums it: one float32 accumulator over k in ascending steps of 16, truncated at each step.
+
+    a (…, M, K), b (…, N, K) -> (…, M, N) float32. Fasi et al. 2021, "Numerical behavior of NVIDIA tensor cores". NumPy's product keeps
+    many partial sums and rounds, which no tensor core does: where a sum is not rounded to the model's dtype afterwards, this is the yardstick.
+    """
+    a, b = a.astype(np.float64), b.astype(np.float64)
+    total = np.zeros((*a.shape[:-1], b.shape[-2]), np.float32)
+    for k in range(0, a.shape[-1], 16):
+        exact = total + a[..., k:k + 16] @ np.swapaxes(b[..., k:k + 16], -1, -2)
+        total = exact.astype(np.float32)
+        total = np.where(np.abs(total) > np.abs(exact), np.nextafter(total, np.float32(0)), total)
+    return total
 
 
 def ulp(value, dtype):

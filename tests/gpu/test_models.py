@@ -33,9 +33,14 @@ def results(name, device, dtype, checkpointing=False):
 def test_float32_within_twice_numpy(name):
     true, near, got = results(name, "cpu", "float64"), results(name, "cpu", "float32"), results(name, "cuda", "float32")
     for key, value in true.items():
-        error, yardstick = np.abs(got[key] - value).max(), np.abs(near[key] - value).max()
-        allowed = 2 * yardstick + ulp(np.abs(value).max(), "float32")
-        assert error <= allowed, f"{key}: error {error:.2e}, allowed {allowed:.2e}"
+        error, yardstick = size(got[key] - value), size(near[key] - value)
+        print(f"{name} {key}: error {error:.2e}, NumPy's own {yardstick:.2e}")
+        assert error <= 2 * yardstick + ulp(np.abs(value).max(), "float32"), f"{key}: error {error:.2e}, NumPy's own {yardstick:.2e}"
+
+
+def size(difference):
+    """rms, as in the comparison with transformers: the largest of a few roundings is luck where a tensor has 16 elements."""
+    return np.sqrt(np.mean(difference ** 2))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
@@ -51,5 +56,5 @@ def test_recompute_and_a_second_run_give_the_same_bits(dtype):
 def test_half_types_stay_near_numpy_in_the_same_type(name, dtype):
     true, near, got = results(name, "cpu", "float64"), results(name, "cpu", dtype), results(name, "cuda", dtype)
     for key, value in true.items():
-        error, yardstick = np.sqrt(np.mean((got[key] - value) ** 2)), np.sqrt(np.mean((near[key] - value) ** 2))
+        error, yardstick = size(got[key] - value), size(near[key] - value)
         assert error <= 2 * yardstick + ulp(np.abs(value).max(), dtype), f"{key}: error {error:.2e}, NumPy's own {yardstick:.2e}"

@@ -1,0 +1,108 @@
+"""Launch every kernel at small, odd sizes, for compute-sanitizer. Fails if a kernel of kernels/ was never launched.
+
+    compute-sanitizer --tool memcheck  --error-exitcode 9 python tests/gpu/every_kernel.py
+    compute-sanitizer --tool racecheck --error-exitcode 9 python tests/gpu/every_kernel.py
+"""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+
+ROOT = Path(__file__).parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+from check import normal, statistics  # noqa: E402
+
+from cukit.autograd import no_grad  # noqa: E402
+from cukit.backend import backend_for  # noqa: E402
+from cukit.backend.cuda import compile as compiler  # noqa: E402
+from cukit.backend.cuda import loader  # noqa: E402
+from cukit.config import SamplingParams  # noqa: E402
+from cukit.engine.llm import LLM  # noqa: E402
+from cukit.models.scoring import pack, target_logprobs  # noqa: E402
+from cukit.models.weights import load_model  # noqa: E402
+from cukit.optim import AdamW  # noqa: E402
+
+launched = set()
+
+
+def watch():
+    """Note every launch."""
+    original = loader.Kernel.__call__
+
+    def call(kernel, *args, **more):
+        launched.add(kernel.name.rpartition(".")[2])
+        return original(kernel, *args, **more)
+
+    loader.Kernel.__call__ = call
+
+
+def train_and_generate(name, dtype):
+    model = load_model(ROOT / "tests/golden" / name, device="cuda", dtype=dtype)
+    rows = [[5, 9, 100, 7, 3], [8], list(range(3, 80))]
+    logprobs, entropy = target_logprobs(model, rows, [np.arange(len(r)) > 0 for r in rows], 0.7, 200)
+    (logprobs.sum() + entropy.sum() * 0.1).backward()
+    AdamW(model.parameters(), max_grad_norm=1.0, weight_decay=0.1).step(1e-3)
+    with no_grad():
+        model.logits(model.forward(*pack(model, rows)))
+    llm = LLM.from_model(model, None, max_model_len=128, max_num_seqs=4, max_num_batched_tokens=40)
+    kinds = [{}, {"top_k": 5}, {"top_p": 0.8}, {"min_p": 0.1, "n": 3}, {"temperature": 0.0}, {"repetition_penalty": 1.3, "top_k": 7, "top_p": 0.9}]
+    params = [SamplingParams(**{"max_tokens": 4, "min_tokens": 2, "stop_token_ids": [5], "seed": 1} | kind) for kind in kinds]
+    llm.generate([rows[i % 3] for i in range(len(params))], params)
+    llm.close()
+
+
+def attention(dtype, heads, kv_heads, dim, lengths):
+    be = backend_for("cuda")
+    borders = np.cumsum([0, *lengths]).astype(np.int32)
+    qkv = be.array(normal(int(borders[-1]), (heads + 2 * kv_heads) * dim).astype(be.dtype_of(dtype)))
+    o, lse = be.attention_forward(qkv, be.array(borders), heads, kv_heads)
+    be.attention_backward(o, qkv, o, lse, be.array(borders), heads, kv_heads)
+    blocks = [-(-length // 16) for length in lengths]
+    caches = [be.zeros((sum(blocks) + 1, 16, kv_heads, dim), dtype) for _ in range(2)]
+    tables = np.zeros((len(lengths), max(blocks)), np.int32)
+    firsts = np.cumsum([0, *blocks])[:-1] + 1
+    for row, (first, count) in enumerate(zip(firsts, blocks)):
+        tables[row, :count] = np.arange(first, first + count)
+    slots = np.concatenate([first * 16 + np.arange(length) for first, length in zip(firsts, lengths)]).astype(np.int64)
+    be.store_kv(*caches, qkv, be.array(slots), heads, kv_heads)
+    context = np.array(lengths, np.int32)
+    be.paged_prefill_attention(qkv, *caches, be.array(tables), be.array(borders), be.array(context), heads)
+    last = be.array(be.to_numpy(qkv)[borders[1:] - 1])
+    be.paged_decode_attention(last, *caches, be.array(tables), be.array(context * (np.arange(len(lengths)) != 1)), heads)
+    be.copy_blocks([tuple(caches)], be.array(np.array([1], np.int32)), be.array(np.array([0], np.int32)))
+
+
+def policy_losses(dtype="float32"):
+    be = backend_for("cuda")
+    new, old, ref, advantages = (be.array(statistics(13, seed=s)) for s in range(4))
+    weights = be.array(np.full(13, 1 / 13, np.float32))
+    borders = be.array(np.array([0, 5, 5, 13], np.int32))
+    for kind in ("clip", "cispo"):
+        for cu_seqlens in (None, borders):
+            be.policy_loss_forward(new, old, ref, advantages, weights, cu_seqlens, kind, 0.2, 0.28, 1.4 if kind == "clip" else None, 0.1, True)
+
+
+def main():
+    watch()
+    be = backend_for("cuda")
+    for dtype in ("bfloat16", "float16", "float32"):
+        for name in ("qwen3_tiny", "qwen2_tiny"):
+            train_and_generate(name, dtype)
+        for heads, kv_heads, dim in ((2, 1, 64), (7, 1, 128), (2, 2, 20)):
+            attention(dtype, heads, kv_heads, dim, [70, 1, 300])
+        logits = be.array(normal(3, 211).astype(be.dtype_of(dtype)))
+        be.filter_logits(logits, *(be.array(np.array(v, t)) for v, t in (([5, 0, 3], np.int32), ([0.9, 0.5, 1.0], np.float32),
+                                                                         ([0.0, 0.1, 0.0], np.float32))))
+    policy_losses()
+    be.synchronize()
+    known = {name for family in compiler.families() for name in loader.parse_signatures(compiler.source(family))}
+    missing = known - launched
+    print(f"{len(launched)} of {len(known)} kernels launched")
+    if missing:
+        sys.exit(f"never launched: {', '.join(sorted(missing))}")
+
+
+if __name__ == "__main__":
+    main()
