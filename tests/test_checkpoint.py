@@ -26,7 +26,7 @@ def model(golden):
     return load_model(golden / "qwen3_tiny", device="cpu")
 
 
-def test_checkpoint_is_amodel_folder_and_the_state(tmp_path, golden, model, rng):
+def test_checkpoint_is_a_model_folder_and_the_state(tmp_path, golden, model, rng):
     arrays = {"adam.m": rng.standard_normal((3, 4)).astype(np.float32), "adam.step": np.array(7)}
     state = {"global_step": 3, "rng": rng.bit_generator.state, "place": np.int64(12)}
     folder = save_checkpoint(checkpoint_folder(tmp_path, 3), model, None, arrays, state)

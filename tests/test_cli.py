@@ -195,7 +195,7 @@ def test_generate_streams_the_answer(tiny, capsys):
     assert capsys.readouterr().out != streamed
 
 
-def test_generate_takes_the_sampling_of_themodel_folder(tiny, tmp_path):
+def test_generate_takes_the_sampling_of_the_model_folder(tiny, tmp_path):
     (tmp_path / "generation_config.json").write_text(json.dumps({"top_k": 20, "temperature": 0.6, "max_new_tokens": 9, "eos_token_id": 1}))
     assert cukit_cli._generation_defaults(tmp_path) == {"top_k": 20, "temperature": 0.6, "max_tokens": 9}
     (tmp_path / "generation_config.json").write_text('{"do_sample": false}')
