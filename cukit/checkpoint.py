@@ -101,6 +101,7 @@ def save_checkpoint(folder: str | os.PathLike, model, tokenizer, optimizer_state
             tokenizer.save(temporary)
         arrays = {name: backend_of(array).to_numpy(array) for name, array in optimizer_state.items()}
         save_file(arrays, temporary / STATE_ARRAYS)
+        (temporary / STATE_ARRAYS).chmod(0o644)  # safetensors makes it readable by the owner alone
         (temporary / STATE_JSON).write_text(json.dumps(state, indent=1, default=_number) + "\n", encoding="utf-8")
         if folder.exists():  # renamed away first, so that no half-deleted folder ever bears the name
             replaced = folder.with_name(f".checkpoint-{folder.name}.tmp-old")
