@@ -35,7 +35,7 @@ LAYERS = {
     "cukit": set(),
     "cukit_cli": {"cukit", "options", "bench", "trainers", "engine", "models", "backend", "config"} | STATE,
 }
-RUNTIME_LIBRARIES = {"numpy", "ml_dtypes", "safetensors", "tokenizers", "yaml", "jinja2", "markupsafe", "rich"}
+RUNTIME_LIBRARIES = {"numpy", "ml_dtypes", "safetensors", "tokenizers", "yaml", "jinja2", "markupsafe", "rich", "threadpoolctl"}
 OPTIONAL_LIBRARIES = {"huggingface_hub", "pyarrow", "matplotlib", "math_verify", "mpi4py"}
 
 
