@@ -277,7 +277,7 @@ def test_bundled_files_are_what_the_scripts_write(tmp_path):
 
 def test_bundled_task(tiny):
     files = {name: data.load_rows(ROOT / "data" / "arithmetic" / f"{name}.jsonl") for name in ("sft", "train", "test")}
-    assert {name: len(rows) for name, rows in files.items()} == {"sft": 8000, "train": 4000, "test": 512}
+    assert {name: len(rows) for name, rows in files.items()} == {"sft": 16000, "train": 4000, "test": 512}
     questions = [row["prompt"][0]["content"] for rows in files.values() for row in rows]
     assert len(set(questions)) == len(questions)
     for row in files["train"] + files["test"]:
@@ -289,7 +289,7 @@ def test_bundled_task(tiny):
         for step in steps[:-1]:
             left, result = step.split("=")
             assert abs(evaluate(left) - int(result)) in (0, 10) and int(result) >= 0
-    assert 0.45 < right / 8000 < 0.55
+    assert 0.5 < right / len(files["sft"]) < 0.6
     examples, counts = data.encode_sft_rows(files["sft"], tiny, max_length=64)
     assert counts == {"truncated": 0, "skipped": 0} and max(len(ids) for ids, _ in examples) < 48
     assert all(tiny.token_to_id("<unk>") not in ids for ids, _ in examples)
