@@ -102,10 +102,12 @@ def _train(values: dict, args, trainer_class, **more) -> int:
 
 def generate(values: dict) -> None:
     from cukit.engine.llm import LLM
+    from cukit.models.weights import model_folder
 
     options = make(GenerateOptions, values)
-    sampling = make(SamplingParams, _generation_defaults(Path(options.model)) | values)
-    llm = LLM(options.model, device=options.device, dtype=options.dtype, **engine_options(values))
+    folder = model_folder(options.model)
+    sampling = make(SamplingParams, _generation_defaults(folder) | values)
+    llm = LLM(folder, device=options.device, dtype=options.dtype, **engine_options(values))
     if options.prompt is not None:
         _answer(llm, options, sampling, [], options.prompt)
         return
@@ -165,7 +167,7 @@ def _generation_defaults(folder: Path) -> dict:
 
 def evaluate(values: dict) -> None:
     from cukit.data import encode_prompt, load_rows, prompt_rows
-    from cukit.models.weights import load_model
+    from cukit.models.weights import load_model, model_folder
     from cukit.tokenizer import Tokenizer
     from cukit.trainers.rollout import Rollout
     from cukit.trainers.score import RewardScorer
@@ -174,9 +176,10 @@ def evaluate(values: dict) -> None:
     sampling = make(SamplingParams, {"temperature": options.temperature} | values)
     scorer = RewardScorer(options.reward_funcs)
     rows = prompt_rows(load_rows(options.data))[: options.limit]
-    tokenizer = Tokenizer.from_folder(options.model)
+    folder = model_folder(options.model)
+    tokenizer = Tokenizer.from_folder(folder)
     prompts = [encode_prompt(row, tokenizer, options.chat_template_kwargs) for row in rows]
-    rollout = Rollout(load_model(options.model, options.device, options.dtype), tokenizer, **engine_options(values))
+    rollout = Rollout(load_model(folder, options.device, options.dtype), tokenizer, **engine_options(values))
     start = time.perf_counter()
     samples = rollout.generate(prompts, sampling, None if sampling.seed is None else [sampling.seed] * len(prompts))
     seconds = time.perf_counter() - start

@@ -17,7 +17,7 @@ from .. import checkpoint
 from ..data import EpochSampler, load_rows
 from ..metrics import MetricsLogger, Progress, Timer
 from ..models.decoder import Decoder
-from ..models.weights import load_model, save_model
+from ..models.weights import load_model, model_folder, save_model
 from ..optim import AdamW, learning_rate_factor
 from ..tokenizer import Tokenizer
 
@@ -65,6 +65,8 @@ class Trainer:
         self.model_name = None if isinstance(model, Decoder) else str(model)
         if isinstance(model, Decoder) and processing_class is None:
             raise ValueError("a model that is already loaded needs its tokenizer: give processing_class")
+        if not isinstance(model, Decoder):
+            model = model_folder(model)
         self.tokenizer = processing_class or Tokenizer.from_folder(model)
         self.model = model if isinstance(model, Decoder) else self.load_model(model, device, dtype)
         self.model.gradient_checkpointing = args.gradient_checkpointing
