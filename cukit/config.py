@@ -196,10 +196,15 @@ class EngineConfig:
     num_kv_blocks: int | None = option(None, "blocks in the KV cache; default: what the memory allows")
     gpu_memory_utilization: float = option(0.9, "share of the device's memory that the engine may use")
     enforce_eager: bool = option(False, "decode without CUDA graphs")
+    exact: str = option("auto", "log-probs of decoding equal training's in every bit (cuda): auto says where that fails, true raises, false does not "
+                        "care", ("auto", "true", "false"))
     enable_prefix_caching: bool = option(True, "share the KV cache of equal prompt beginnings")
     seed: int = option(0, "seed of requests that bring none")
 
     def __post_init__(self):
+        if isinstance(self.exact, bool):
+            self.exact = str(self.exact).lower()
+        _check_choices(self)
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "num_kv_blocks"):
             _check_range(self, name, 1)
         _check_range(self, "gpu_memory_utilization", 0, 1, open_low=True)

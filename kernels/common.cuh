@@ -74,10 +74,18 @@ template <int N, typename T> __device__ inline void store_floats(T* row, const f
     }
 }
 
+// to (C) = from (C), by the whole block; `vectorised`: whole, aligned vectors
+__device__ inline void copy_row(SCALAR* to, const SCALAR* from, int C, bool vectorised) {
+    if (vectorised)
+        for (int c = threadIdx.x * VECTOR; c < C; c += blockDim.x * VECTOR) store_vec(to + c, load_vec<VECTOR>(from + c));
+    else
+        for (int c = threadIdx.x; c < C; c += blockDim.x) to[c] = from[c];
+}
+
 // ---- reductions. The tree depends on the number of threads only, and every thread gets the same bits ----
 
 // Over groups of LANES neighbouring lanes (a power of two); every lane of the warp must call it.
-template <int LANES = WARP> __device__ inline float warp_sum(float x) {
+template <int LANES = WARP, typename T> __device__ inline T warp_sum(T x) {
 #pragma unroll
     for (int offset = LANES / 2; offset > 0; offset /= 2) x += __shfl_xor_sync(FULL_MASK, x, offset);
     return x;
@@ -89,15 +97,15 @@ template <int LANES = WARP> __device__ inline float warp_max(float x) {
     return x;
 }
 
-// Over a one-dimensional block of whole warps. scratch: 32 floats of shared memory, free again after the next __syncthreads().
-__device__ inline float block_sum(float x, float* scratch) {
+// Over a one-dimensional block of whole warps. scratch: 32 numbers in shared memory, free again after the next __syncthreads().
+template <typename T> __device__ inline T block_sum(T x, T* scratch) {
     int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, warps = blockDim.x / WARP;
     x = warp_sum(x);
     if (warps == 1) return x;
     __syncthreads();  // whoever still reads the last result
     if (lane == 0) scratch[warp] = x;
     __syncthreads();
-    return warp_sum(lane < warps ? scratch[lane] : 0.0f);
+    return warp_sum(lane < warps ? scratch[lane] : T(0));
 }
 
 __device__ inline float block_max(float x, float* scratch) {
@@ -112,7 +120,14 @@ __device__ inline float block_max(float x, float* scratch) {
 
 // ---- the RMS norm's arithmetic, for norm.cu and rope.cu (and whoever fuses it): the rounding points are NumPy's ----
 
-__device__ inline float inverse_rms(float sum_of_squares, int size, float eps) { return 1.0f / sqrtf(sum_of_squares / size + eps); }
-__device__ inline float normalised(float x, float rstd, float weight) { return x * rstd * weight; }
+// Wide: what a value is computed in before it is stored. Float is enough for 16 bits; float32 is then rounded once, not once an operation.
+#if SCALAR_F32
+using Wide = double;
+#else
+using Wide = float;
+#endif
+
+__device__ inline Wide inverse_rms(Wide sum_of_squares, int size, float eps) { return Wide(1) / sqrt(sum_of_squares / size + eps); }
+__device__ inline float normalised(float x, Wide rstd, float weight) { return x * rstd * weight; }
 // dx of one element, given dy · w, x̂ = x · rstd and mean(dy · w · x̂)
 __device__ inline float norm_gradient(float dnormed, float normed, float mean, float rstd) { return rstd * (dnormed - normed * mean); }

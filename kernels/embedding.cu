@@ -1,39 +1,15 @@
-// Rows of a table (V, C) by ids (T,), and the sum of gradients back into the table's float gradient; also the row copies that
-// linear needs (a bias in every row, rows with zeros below). No atomics: equal ids are added in the order of t.
+// Rows of a table (V, C) by ids (T,), and the sum of gradients back into the table's float gradient. No atomics: equal ids are added in
+// the order of t.
 // specialise: SCALAR=bf16,f16,f32
 // arch: sm_80 sm_89 sm_90a sm_100 sm_120
 #include "common.cuh"
 
 constexpr int THREADS = 128;
 
-// to (C) = from (C), by the whole block
-__device__ inline void copy_row(SCALAR* to, const SCALAR* from, int C, bool vectorised) {
-    if (vectorised)
-        for (int c = threadIdx.x * VECTOR; c < C; c += blockDim.x * VECTOR) store_vec(to + c, load_vec<VECTOR>(from + c));
-    else
-        for (int c = threadIdx.x; c < C; c += blockDim.x) to[c] = from[c];
-}
-
 // y[t] = table[ids[t]]; a block a row
 extern "C" __global__ void embedding_forward(SCALAR* y, const SCALAR* table, const int* ids, int C) {
     copy_row(y + (long long)blockIdx.x * C, table + (long long)ids[blockIdx.x] * C, C,
              C % VECTOR == 0 && aligned16(y) && aligned16(table));
-}
-
-// y[t] = row; a block a row
-extern "C" __global__ void broadcast_row(SCALAR* y, const SCALAR* row, int C) {
-    copy_row(y + (long long)blockIdx.x * C, row, C, C % VECTOR == 0 && aligned16(y) && aligned16(row));
-}
-
-// out[0 … used - 1] = x, then zeros up to total; a thread does VECTOR elements
-extern "C" __global__ void pad_rows(SCALAR* out, const SCALAR* x, long long used, long long total) {
-    const long long first = ((long long)blockIdx.x * blockDim.x + threadIdx.x) * VECTOR;
-    if (used % VECTOR == 0 && total % VECTOR == 0 && aligned16(out) && aligned16(x)) {
-        if (first < total) store_vec(out + first, first < used ? load_vec<VECTOR>(x + first) : Vec<SCALAR, VECTOR>{});
-    } else {
-        for (int i = 0; i < VECTOR; i++)
-            if (first + i < total) out[first + i] = first + i < used ? x[first + i] : from_float<SCALAR>(0.0f);
-    }
 }
 
 // dtable[id] += the sum of dy[t] over the t with ids[t] == id. Block (t, part of the columns), THREADS · VECTOR columns a part: the block of an

@@ -24,7 +24,7 @@ __device__ inline void load_summed(float (&value)[VECTOR], SCALAR* summed, const
     }
 }
 
-__device__ inline void store_normalised(SCALAR* y, float (&value)[VECTOR], const float* w, float inverse, int c, int C, bool vectorised) {
+__device__ inline void store_normalised(SCALAR* y, float (&value)[VECTOR], const float* w, Wide inverse, int c, int C, bool vectorised) {
     float weight[VECTOR];
     load_floats(weight, w, c, C, vectorised);
 #pragma unroll
@@ -35,7 +35,7 @@ __device__ inline void store_normalised(SCALAR* y, float (&value)[VECTOR], const
 template <bool ADD>
 __device__ inline void norm_row(SCALAR* y, SCALAR* summed, float* rstd, const SCALAR* x, const SCALAR* residual, const float* w, int C,
                                 float eps) {
-    __shared__ float scratch[WARP];
+    __shared__ Wide scratch[WARP];
     const bool vectorised = C % VECTOR == 0 && aligned16(y) && aligned16(x) && aligned16(w) && aligned16(summed) && aligned16(residual);
     const long long start = (long long)blockIdx.x * C;
     const int first = threadIdx.x * VECTOR, step = blockDim.x * VECTOR;
@@ -43,19 +43,19 @@ __device__ inline void norm_row(SCALAR* y, SCALAR* summed, float* rstd, const SC
     if (ADD) summed += start, residual += start;
 
     float kept[VECTOR];  // the thread's first chunk stays in registers; a row wider than a block is read again
-    float squares = 0.0f;
+    Wide squares = 0;
     if (first < C) {
         load_summed<ADD>(kept, summed, x, residual, first, C, vectorised);
 #pragma unroll
-        for (int i = 0; i < VECTOR; i++) squares = fmaf(kept[i], kept[i], squares);
+        for (int i = 0; i < VECTOR; i++) squares = fma(Wide(kept[i]), Wide(kept[i]), squares);
     }
     for (int c = first + step; c < C; c += step) {
         float value[VECTOR];
         load_summed<ADD>(value, summed, x, residual, c, C, vectorised);
 #pragma unroll
-        for (int i = 0; i < VECTOR; i++) squares = fmaf(value[i], value[i], squares);
+        for (int i = 0; i < VECTOR; i++) squares = fma(Wide(value[i]), Wide(value[i]), squares);
     }
-    const float inverse = inverse_rms(block_sum(squares, scratch), C, eps);
+    const Wide inverse = inverse_rms(block_sum(squares, scratch), C, eps);
     if (threadIdx.x == 0) rstd[blockIdx.x] = inverse;
     if (first < C) store_normalised(y, kept, w, inverse, first, C, vectorised);
     for (int c = first + step; c < C; c += step) {

@@ -54,7 +54,7 @@ struct Slice {
                 load_floats(sine, sin_row, c, half, vectorised);
 #pragma unroll
                 for (int i = 0; i < VECTOR; i++) {
-                    const float a = first[j][i], b = second[j][i], s = sine[i] * direction;
+                    const Wide a = first[j][i], b = second[j][i], s = sine[i] * direction;
                     first[j][i] = rounded<SCALAR>(a * cosine[i] - b * s);
                     second[j][i] = rounded<SCALAR>(b * cosine[i] + a * s);
                 }
@@ -82,9 +82,10 @@ qk_norm_rope_forward(SCALAR* out, float* rstd, const SCALAR* qkv, const float* q
     Slice x = {};
     if (inside) x.load(qkv + (long long)index * D, half, lane, vectorised);
     if (q_weight != nullptr) {
-        float squares = 0.0f;
-        FOR_EACH_ELEMENT(squares = fmaf(x.first[j][i], x.first[j][i], squares), squares = fmaf(x.second[j][i], x.second[j][i], squares))
-        const float inverse = inverse_rms(warp_sum<LANES>(squares), D, eps);
+        Wide squares = 0;
+        FOR_EACH_ELEMENT(squares = fma(Wide(x.first[j][i]), Wide(x.first[j][i]), squares),
+                         squares = fma(Wide(x.second[j][i]), Wide(x.second[j][i]), squares))
+        const Wide inverse = inverse_rms(warp_sum<LANES>(squares), D, eps);
         if (turned) {
             if (lane == 0) rstd[(long long)t * (H + K) + head] = inverse;
             Slice w = {};

@@ -83,6 +83,7 @@ class LLM:
         own_eos = limits.eos_token_id
         configured = frozenset(own_eos if isinstance(own_eos, list) else [] if own_eos is None else [own_eos])
         self.eos_token_ids = frozenset(tokenizer.eos_token_ids) if tokenizer else (generation_eos or configured)
+        model.backend.set_exact(config.exact)
         self.config = fit_memory(config, model)
         self.stats = EngineStats()
         self._seeds = random.Random(self.config.seed)

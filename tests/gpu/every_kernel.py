@@ -74,6 +74,16 @@ def attention(dtype, heads, kv_heads, dim, lengths):
     be.copy_blocks([tuple(caches)], be.array(np.array([1], np.int32)), be.array(np.array([0], np.int32)))
 
 
+def products(dtype):
+    """The product in order, which no weight needs on every card."""
+    from cukit.backend.cuda.products import in_order_product
+
+    be = backend_for("cuda")
+    for rows, ins, outs in ((70, 200, 130), (5, 13, 7), (1, 24, 33)):
+        x, w, bias = (be.array(normal(*shape).astype(be.dtype_of(dtype))) for shape in ((rows, ins), (outs, ins), (outs,)))
+        in_order_product(x, w, bias)
+
+
 def policy_losses(dtype="float32"):
     be = backend_for("cuda")
     new, old, ref, advantages = (be.array(statistics(13, seed=s)) for s in range(4))
@@ -92,6 +102,7 @@ def main():
             train_and_generate(name, dtype)
         for heads, kv_heads, dim in ((2, 1, 64), (7, 1, 128), (2, 2, 20)):
             attention(dtype, heads, kv_heads, dim, [70, 1, 300])
+        products(dtype)
         logits = be.array(normal(3, 211).astype(be.dtype_of(dtype)))
         be.filter_logits(logits, *(be.array(np.array(v, t)) for v, t in (([5, 0, 3], np.int32), ([0.9, 0.5, 1.0], np.float32),
                                                                          ([0.0, 0.1, 0.0], np.float32))))

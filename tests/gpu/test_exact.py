@@ -72,6 +72,13 @@ def test_tiny_models(name):
     assert compared >= 20_000 and different == 0
 
 
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_other_dtypes(dtype):
+    compared, different = count_differences(load_model(GOLDEN / "qwen3_tiny", device="cuda", dtype=dtype), RUNS[:3], 60, 100)
+    print(f"qwen3_tiny in {dtype}: {compared} tokens compared, {different} different")
+    assert compared >= 5_000 and different == 0
+
+
 def test_qwen3_06b_shape():
     model = Decoder(ModelConfig.from_json(QWEN3_06B), backend_for("cuda"), "bfloat16")
     model.init_weights(0)

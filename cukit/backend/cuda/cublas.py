@@ -10,9 +10,6 @@ import re
 import cupy as cp
 import numpy as np
 
-from .device import empty
-from .loader import load
-
 WORKSPACE_BYTES = 32 << 20  # NVIDIA's advice for Hopper; given to cuBLAS so that it never allocates, not even inside a capture
 DISALLOW_REDUCED_PRECISION_REDUCTION = 16
 DEFAULT_ALGORITHM = -1
@@ -35,18 +32,6 @@ def gemm(transpose_a, transpose_b, m, n, k, a, b, beta, c):
                           b.shape[-1], one if beta else zero, c.data.ptr, c_type, c.shape[-1], compute, DEFAULT_ALGORITHM)
     if status:
         raise RuntimeError(f"cublasGemmEx failed with status {status} for m={m} n={n} k={k} in {a.dtype} into {c.dtype}")
-
-
-def linear_product(x, w, bias=None):
-    """y (T, O) = x (T, I) wᵀ + bias (O,) with w (O, I), at exactly this number of rows."""
-    (rows, cols), outs = x.shape, w.shape[0]
-    y = empty((rows, outs), x.dtype)
-    if not rows:
-        return y
-    if bias is not None:  # as the product's starting value, so that the sum is rounded once
-        load("embedding", x.dtype).broadcast_row(rows, 128, y, bias, outs)
-    gemm(1, 0, outs, rows, cols, w, x, bias is not None, y)
-    return y
 
 
 @functools.cache

@@ -51,6 +51,11 @@ def synchronize():
     cp.cuda.get_current_stream().synchronize()
 
 
+def device_name() -> str:
+    """The card as the driver calls it."""
+    return cp.cuda.runtime.getDeviceProperties(cp.cuda.Device().id)["name"].decode()
+
+
 def memory_info() -> tuple[int, int]:
     """(free, total) bytes of the device; what the pool holds but nobody uses counts as free."""
     free, total = cp.cuda.runtime.memGetInfo()

@@ -1,8 +1,11 @@
-"""Which row counts give a matrix product's rows the same bits: what makes decoding and training compute the same numbers.
+"""Which product gives a row the same bits at every row count: what makes decoding and training compute the same numbers.
 
-cuBLAS chooses a kernel by the shape. Most choices add along K in one order and so give a row the same bits at every row count;
-some split K when rows are few (measured: the `down` projection below 65 to 256 rows). So the forward product runs at row counts
-from a short list, each compared once with a product of REFERENCE_ROWS rows, and a count whose bits differ is raised to the next.
+cuBLAS chooses a kernel by the shape. Most choices add along I in one order and so give a row the same bits at every row count;
+some split the sum when rows are few (measured: the `down` projection below 65 to 256 rows). So the forward product runs at row counts
+from a short list (buckets), each compared once with a product of REFERENCE_ROWS rows. A bucket whose bits differ is raised to the next; where
+none is found, our own product in order takes over, whose bits are the reference's wherever cuBLAS adds in order at REFERENCE_ROWS rows. Where
+it does not even do that and no bucket is found, our own product serves all row counts of that weight. What is decided for a weight at its first
+use stays, so bits never change within a process.
 """
 
 import sys
@@ -10,24 +13,25 @@ import sys
 import cupy as cp
 import numpy as np
 
-from .cublas import linear_product
+from .products import cublas_product, in_order_product
 
 REFERENCE_ROWS = 4096
 LARGEST_RAISE = 512  # how far a small row count is raised in search of equal bits
-_BLOCK_ROWS = 512  # test matrices repeat this many random rows
 
 _policy = "auto"
-_raised: dict[tuple, int] = {}  # (out, in, dtype, biased, bucket asked for) -> bucket to run; 0: no bucket is exact, run as it is
-_equal: dict[tuple, bool] = {}  # (out, in, dtype, biased, bucket) -> same bits as the reference
+_ways: dict[tuple, tuple] = {}  # (weight, bucket asked for) -> (rows to run or 0 for as many as there are, product)
+_equal: dict[tuple, bool] = {}  # (weight, bucket) -> cuBLAS gives the reference's bits; bucket "in order": our own product does
+# where a weight is (out, in, dtype, biased)
 
 
-def set_policy(policy):
-    """"auto": say so in one line where no row count is exact, and go on. True: raise ValueError there. False: no checks, no padding."""
+def set_policy(policy: str):
+    """auto: one line on stderr where no product is exact; true: ValueError there; false: plain cuBLAS, no comparison."""
     global _policy
-    if policy not in ("auto", True, False):
-        raise ValueError(f"exact={policy!r} is not known: choose auto, True or False")
-    _policy = policy
-    _raised.clear()
+    if policy not in ("auto", "true", "false"):
+        raise ValueError(f"exact={policy!r} is not known: choose auto, true or false")
+    if policy != _policy:
+        _policy = policy
+        _ways.clear()
 
 
 def next_bucket(rows: int) -> int:
@@ -38,89 +42,106 @@ def next_bucket(rows: int) -> int:
     return -(-rows // step) * step
 
 
-def rows_to_run(rows: int, out_features: int, in_features: int, dtype, biased: bool) -> int:
-    """How many rows the product of `rows` rows must be run with; the first time for a bucket this compares bits on the device."""
-    if rows == 0 or dtype.itemsize != 2 or _policy is False:  # nothing is promised in float32
-        return rows
-    key = (out_features, in_features, dtype, biased, next_bucket(rows))
-    found = _raised.get(key)
+def way_to_multiply(rows: int, out_features: int, in_features: int, dtype, biased: bool):
+    """(rows to run, product function) for `rows` rows; the first time for a bucket this compares bits on the device."""
+    if rows == 0 or dtype.itemsize == 8 or _policy == "false":
+        return rows, cublas_product
+    if dtype.itemsize == 4:  # for the bits, and because our sums lose fewer digits than cuBLAS's single chain
+        return rows, in_order_product
+    key = (out_features, in_features, dtype, biased), next_bucket(rows)
+    found = _ways.get(key)
     if found is None:
-        found = _raised[key] = _search(*key)
-    return found or rows
-
-
-def exact_rows(weight_shape, dtype, biased=False, largest=LARGEST_RAISE) -> list[int]:
-    """The buckets up to `largest` whose bits are the reference's, for a weight (O, I). Empty where nothing is promised (float32, float64)."""
-    out_features, in_features = weight_shape
-    dtype, found, bucket = np.dtype(dtype), [], 1
-    while dtype.itemsize == 2 and bucket <= largest:
-        if _is_equal(out_features, in_features, dtype, biased, bucket):
-            found.append(bucket)
-        bucket = next_bucket(bucket + 1)
-    return found
+        found = _ways[key] = _choose(*key)
+    return found[0] or rows, found[1]
 
 
 def summary() -> list[str]:
     """One line a checked product: for `doctor` and for bug reports."""
     lines = {}
-    for (out_features, in_features, dtype, biased, bucket), equal in sorted(_equal.items(), key=lambda item: (str(item[0]), item[1])):
-        lines.setdefault((out_features, in_features, dtype.name, biased), {True: [], False: []})[equal].append(bucket)
-    return [f"weight ({o}, {i}) {dtype}{' with bias' if biased else ''}: same bits at {sorted(found[True])} rows, others at {sorted(found[False])}"
-            for (o, i, dtype, biased), found in lines.items()]
+    for (weight, bucket), equal in _equal.items():
+        lines.setdefault(weight, {True: [], False: []})[equal].append(bucket)
+    return [f"weight ({outs}, {ins}) {dtype.name}{' with bias' if biased else ''}: same bits at {found[True]}, others at {found[False]}"
+            for (outs, ins, dtype, biased), found in lines.items()]
 
 
-def _search(out_features, in_features, dtype, biased, first):
-    bucket = first
-    while not _is_equal(out_features, in_features, dtype, biased, bucket):
+def _choose(weight, bucket):
+    if not _is_equal(weight, "in order") and not all(_raised(weight, small) for small in _small_buckets()):
+        return 0, in_order_product
+    raised = _raised(weight, bucket)
+    if raised:
+        return raised, cublas_product
+    if _is_equal(weight, "in order"):
+        return 0, in_order_product
+    outs, ins, dtype, _ = weight
+    message = f"{bucket} rows and a weight ({outs}, {ins}) in {dtype.name} do not give the bits of {REFERENCE_ROWS} rows"
+    if _policy == "true":
+        raise ValueError(f"exact=true cannot be kept: {message}; use exact=auto")
+    print(f"exact: {message}; log-probs of decoding and of training may differ in their last bits", file=sys.stderr)
+    return 0, cublas_product
+
+
+def _raised(weight, bucket) -> int:
+    """The first bucket from `bucket` on that has the reference's bits, 0 if none is near."""
+    limit = max(LARGEST_RAISE, 2 * bucket)
+    while not _is_equal(weight, bucket):
         bucket = next_bucket(bucket + 1)
-        if bucket > max(LARGEST_RAISE, 2 * first):
-            message = (f"no row count from {first} to {bucket} gives the product with a weight ({out_features}, {in_features}) in {dtype.name} "
-                       f"the bits it has at {REFERENCE_ROWS} rows")
-            if _policy is True:
-                raise ValueError(f"exact=True cannot be kept: {message}; use exact='auto'")
-            print(f"exact: {message}; log-probs of decoding and of training may differ in their last bits", file=sys.stderr)
+        if bucket > limit:
             return 0
     return bucket
 
 
-def _is_equal(*key) -> bool:
-    """Whether `bucket` rows give the bits of the reference, for the other entries of the key (out, in, dtype, biased, bucket)."""
-    found = _equal.get(key)
+def _small_buckets():
+    bucket = 1
+    while bucket <= LARGEST_RAISE:
+        yield bucket
+        bucket = next_bucket(bucket + 1)
+
+
+def _is_equal(weight, bucket) -> bool:
+    found = _equal.get((weight, bucket))
     if found is None:
         if cp.cuda.get_current_stream().is_capturing():
-            raise RuntimeError(f"the product (out, in, dtype, bias, rows) = {key} was not checked before the capture: run it once outside first")
-        found = _equal[key] = _compare(*key)
+            raise RuntimeError(f"the product with a weight {weight} was not checked at {bucket} rows before the capture: run it once outside first")
+        found = _equal[weight, bucket] = _compare(*weight, bucket)
     return found
 
 
 def _compare(out_features, in_features, dtype, biased, bucket):
     generator = np.random.default_rng(0)
     w = _repeated(_weights(generator, in_features, dtype), out_features)
-    bias = cp.array(generator.standard_normal(out_features).astype(dtype)) if biased else None
+    bias = None
+    if biased:  # every other one so small that it does not hide a sum's bits
+        bias = cp.array((generator.standard_normal(out_features) / np.where(np.arange(out_features) % 2, 1, 64)).astype(dtype))
     reference_rows = REFERENCE_ROWS if out_features <= 1 << 15 else REFERENCE_ROWS // 4
-    inputs = _repeated(_inputs(generator, in_features, dtype), max(bucket, reference_rows))
-    reference = linear_product(inputs[:reference_rows], w, bias)
+    most = reference_rows if bucket == "in order" else max(bucket, reference_rows)
+    inputs = _repeated(_inputs(generator, in_features, dtype), most)
+    reference = cublas_product(inputs[:reference_rows], w, bias)
+    if bucket == "in order":
+        return _same_bits(in_order_product(inputs, w, bias), reference)
     if bucket == reference_rows:
         return True
     if bucket > reference_rows:
-        product = linear_product(inputs, w, bias)
+        product = cublas_product(inputs, w, bias)
         parts = [product[start:start + reference_rows] for start in range(0, bucket, reference_rows)]
-        return all(_same_bits(part, reference[:len(part)]) for part in parts)  # reference_rows is a multiple of _BLOCK_ROWS
+        return all(_same_bits(part, reference[:len(part)]) for part in parts)  # reference_rows is a multiple of the rows that are repeated
     starts = range(0, min(reference_rows - bucket, 16 * max(bucket, 16)) + 1, max(bucket, 16))
-    return all(_same_bits(linear_product(inputs[start:start + bucket], w, bias), reference[start:start + bucket]) for start in starts)
+    return all(_same_bits(cublas_product(inputs[start:start + bucket], w, bias), reference[start:start + bucket]) for start in starts)
 
 
 def _inputs(generator, in_features, dtype):
-    """Rows whose second half is minus the first."""
-    half = generator.standard_normal((_BLOCK_ROWS, in_features - in_features // 2)).astype(np.float32)
-    return np.concatenate([half, -half[:, :in_features // 2]], axis=1).astype(dtype)
+    """Random rows, more where sums are short and seldom tell two orders apart. In every other row the second half is minus the first."""
+    rows = generator.standard_normal((512 if in_features > 256 else 1024, in_features)).astype(np.float32)
+    half = in_features // 2
+    rows[::2, in_features - half:] = -rows[::2, :half]
+    return rows.astype(dtype)
 
 
 def _weights(generator, in_features, dtype):
     """Rows whose second half is nearly the first: with `_inputs` the sums cancel, so that another order of adding shows in the rounded result."""
-    half = generator.standard_normal((_BLOCK_ROWS, in_features - in_features // 2)).astype(np.float32)
-    near = half[:, :in_features // 2] * (1 + generator.standard_normal((_BLOCK_ROWS, in_features // 2)).astype(np.float32) / 64)
-    return np.concatenate([half, near], axis=1).astype(dtype)
+    rows = generator.standard_normal((512, in_features)).astype(np.float32)
+    half = in_features // 2
+    rows[:, in_features - half:] = rows[:, :half] * (1 + rows[:, in_features - half:] / 64)
+    return rows.astype(dtype)
 
 
 def _repeated(block, rows):

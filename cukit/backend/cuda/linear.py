@@ -1,13 +1,19 @@
-"""Matrix products by cuBLAS. x (T, I), w (O, I), bias (O,), y and dy (T, O). Half types are summed in float32 and rounded once.
+"""Matrix products. x (T, I), w (O, I), bias (O,), y and dy (T, O). Half types are summed in float32 and rounded once.
 
-cuBLAS reads by columns: a C-contiguous (R, C) array is to it a (C, R) matrix, so every product is asked for transposed.
+By cuBLAS, and by linear.cu where cuBLAS does not add in order. cuBLAS reads by columns: a C-contiguous (R, C) array is to it a (C, R) matrix, so every
+product is asked for transposed.
 """
 
 from .columns import add_column_sums
-from .cublas import gemm, linear_product
+from .cublas import gemm
 from .device import empty
-from .exact import rows_to_run
+from .exact import set_policy, way_to_multiply
 from .loader import load
+
+
+def set_exact(policy: str):
+    """auto, true or false: whether decoding and training must compute the same bits; see exact.py. For the whole process."""
+    set_policy(policy)
 
 
 def linear_forward(x, w, bias=None):
@@ -15,14 +21,13 @@ def linear_forward(x, w, bias=None):
     _check("linear_forward", x, w, x.shape[1], w.shape[1])
     if bias is not None and (bias.shape != (w.shape[0],) or bias.dtype != w.dtype):
         raise ValueError(f"bias {bias.shape} {bias.dtype} does not fit w {w.shape} {w.dtype}")
-    rows = len(x)
-    run = rows_to_run(rows, w.shape[0], w.shape[1], x.dtype, bias is not None)
-    if run == rows:
-        return linear_product(x, w, bias)
+    run, product = way_to_multiply(len(x), w.shape[0], w.shape[1], x.dtype, bias is not None)
+    if run == len(x):
+        return product(x, w, bias)
     padded = empty((run, x.shape[1]), x.dtype)
     blocks = -(-padded.nbytes // (16 * 256))
-    load("embedding", x.dtype).pad_rows(blocks, 256, padded, x, x.size, padded.size)
-    return linear_product(padded, w, bias)[:rows]
+    load("linear", x.dtype).pad_rows(blocks, 256, padded, x, x.size, padded.size)
+    return product(padded, w, bias)[:len(x)]
 
 
 def linear_backward_input(dy, w):

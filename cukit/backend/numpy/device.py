@@ -1,6 +1,7 @@
 """Arrays, dtypes and memory of the CPU. The plain twin of the CUDA shelf's arena, streams and graphs."""
 
 import os
+import platform
 
 import ml_dtypes
 import numpy as np
@@ -47,6 +48,11 @@ def to_numpy(x):
 
 def synchronize():
     """Wait until the device has done what it was told."""
+
+
+def device_name() -> str:
+    """The processor as the system calls it, and its cores."""
+    return f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores"
 
 
 def memory_info() -> tuple[int, int]:

@@ -12,6 +12,14 @@ from .device import accumulator
 MANY_WEIGHTS = 2 ** 18
 
 
+def set_exact(policy: str):
+    """auto, true or false: whether decoding and training must compute the same bits. A CPU cannot promise it: ValueError for true."""
+    if policy not in ("auto", "true", "false"):
+        raise ValueError(f"exact={policy!r} is not known: choose auto, true or false")
+    if policy == "true":
+        raise ValueError("exact=true needs --device cuda: on a CPU a product's last bits change with its row count; use exact=auto")
+
+
 def linear_forward(x, w, bias=None):
     """y = x wᵀ + bias."""
     _use_many_threads(w.size >= MANY_WEIGHTS)

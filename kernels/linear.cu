@@ -1,0 +1,176 @@
+// What matrix products need beside cuBLAS: y (T, O) = x (T, I) wᵀ + bias (O) with w (O, I) summed over I in one order, and row copies (a bias in
+// every row, rows with zeros below). A row's bits depend on nothing but the row: see cukit/backend/cuda/exact.py.
+// specialise: SCALAR=bf16,f16,f32
+// arch: sm_80 sm_89 sm_90a sm_100 sm_120
+#include "common.cuh"
+#include "mma.cuh"
+
+constexpr int TILE = 64, THREADS = 128;  // a block does TILE x TILE elements of y
+
+#if !SCALAR_F32
+
+// Half types: for each element of y one float accumulator, mma.m16n8k16 over I in ascending steps of 16, then the bias, then one rounding.
+// Measured: mostly the bits of cuBLAS where that has no bias and does not split the sum. 4 warps of 32 x 32, with STAGES slices on their way through shared memory.
+constexpr int SLICE = 32, STAGES = 4;
+constexpr int ROW = SLICE + 8;  // elements from one row to the next in shared memory: eight rows then lie in different banks
+constexpr int PIECES = TILE * SLICE / VECTOR;  // 16-byte pieces of a slice of x, and of w
+
+using Slice = SCALAR[TILE][ROW];
+
+// Rows first … of matrix (rows, size), columns start … start + SLICE - 1; zeros outside. `vectorised`: aligned rows of whole pieces.
+__device__ inline void load_slice(Slice& slice, const SCALAR* matrix, long long first, long long rows, int start, int size, bool vectorised) {
+#pragma unroll
+    for (int piece = threadIdx.x; piece < PIECES; piece += THREADS) {
+        const int row = piece / (SLICE / VECTOR), column = piece % (SLICE / VECTOR) * VECTOR;
+        const bool present = first + row < rows && start + column < size;
+        const SCALAR* from = matrix + (present ? (first + row) * size + start + column : 0);
+        if (vectorised)
+            copy_async<16>(&slice[row][column], from, present);
+        else
+            for (int i = 0; i < VECTOR; i++)
+                slice[row][column + i] = present && start + column + i < size ? from[i] : from_float<SCALAR>(0.0f);
+    }
+}
+
+// Grid (ceil(outs / TILE), ceil(rows / TILE)). bias may be null.
+extern "C" __global__ void __launch_bounds__(THREADS)
+linear_in_order(SCALAR* y, const SCALAR* x, const SCALAR* w, const SCALAR* bias, long long rows, int ins, int outs) {
+    __shared__ alignas(16) Slice x_slices[STAGES], w_slices[STAGES];
+    const long long first_row = (long long)blockIdx.y * TILE;
+    const int first_out = blockIdx.x * TILE, lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+    const int warp_row = warp / 2 * 32, warp_out = warp % 2 * 32, slices = (ins + SLICE - 1) / SLICE;
+    const bool vectorised = ins % VECTOR == 0 && aligned16(x) && aligned16(w);
+    auto load = [&](int slice) {
+        if (slice < slices) {
+            load_slice(x_slices[slice % STAGES], x, first_row, rows, slice * SLICE, ins, vectorised);
+            load_slice(w_slices[slice % STAGES], w, first_out, outs, slice * SLICE, ins, vectorised);
+        }
+        copies_commit();  // also where there is nothing: copies_wait counts
+    };
+    float sums[2][4][4] = {};
+    for (int slice = 0; slice < STAGES - 1; slice++) load(slice);
+    for (int slice = 0; slice < slices; slice++) {
+        copies_wait<STAGES - 2>();
+        __syncthreads();  // the slice is here for every thread, and all are done with the one that the next load overwrites
+        load(slice + STAGES - 1);
+        const Slice &xs = x_slices[slice % STAGES], &ws = w_slices[slice % STAGES];
+#pragma unroll
+        for (int k = 0; k < SLICE; k += 16) {
+            unsigned a[2][4], b[2][4];
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                load_matrices(a[i], &xs[warp_row + i * 16 + lane % 16][k + lane / 16 * 8]);
+                load_matrices(b[i], &ws[warp_out + i * 16 + lane % 8 + lane / 16 * 8][k + lane / 8 % 2 * 8]);
+            }
+#pragma unroll
+            for (int i = 0; i < 2; i++)
+#pragma unroll
+                for (int j = 0; j < 4; j++) mma_16x8x16(sums[i][j], a[i], b[j / 2][j % 2 * 2], b[j / 2][j % 2 * 2 + 1], SCALAR());
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < 2; i++)
+#pragma unroll
+        for (int j = 0; j < 4; j++)
+#pragma unroll
+            for (int c = 0; c < 4; c++) {
+                const long long row = first_row + warp_row + i * 16 + lane / 4 + c / 2 * 8;
+                const int out = first_out + warp_out + j * 8 + lane % 4 * 2 + c % 2;
+                if (row < rows && out < outs)
+                    y[row * outs + out] = from_float<SCALAR>(bias == nullptr ? sums[i][j][c] : sums[i][j][c] + to_float(bias[out]));
+            }
+}
+
+#else
+
+// float32: sums of PART products, added up in ascending order: fewer digits are lost than in one chain. A thread does 8 rows x 4 outs.
+constexpr int SLICE = 16, PART = 8, ROW = TILE + 4, PIECES = TILE * SLICE / VECTOR / THREADS;
+
+// A thread's pieces of rows first … of matrix (rows, size), columns start … start + SLICE - 1; zeros outside.
+__device__ inline void load_pieces(float (&pieces)[PIECES][VECTOR], const float* matrix, long long first, long long rows, int start, int size,
+                                   bool vectorised) {
+#pragma unroll
+    for (int p = 0; p < PIECES; p++) {
+        const int piece = threadIdx.x + p * THREADS, column = start + piece % (SLICE / VECTOR) * VECTOR;
+        const long long row = first + piece / (SLICE / VECTOR);
+        if (row < rows && column < size)
+            load_floats(pieces[p], matrix + row * size, column, size, vectorised);
+        else
+            for (int i = 0; i < VECTOR; i++) pieces[p][i] = 0.0f;
+    }
+}
+
+// They go to shared memory with rows side by side.
+__device__ inline void store_pieces(float (&slice)[SLICE][ROW], const float (&pieces)[PIECES][VECTOR]) {
+#pragma unroll
+    for (int p = 0; p < PIECES; p++) {
+        const int piece = threadIdx.x + p * THREADS;
+        for (int i = 0; i < VECTOR; i++) slice[piece % (SLICE / VECTOR) * VECTOR + i][piece / (SLICE / VECTOR)] = pieces[p][i];
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+linear_in_order(SCALAR* y, const SCALAR* x, const SCALAR* w, const SCALAR* bias, long long rows, int ins, int outs) {
+    __shared__ alignas(16) float xs[2][SLICE][ROW], ws[2][SLICE][ROW];
+    const long long first_row = (long long)blockIdx.y * TILE;
+    const int first_out = blockIdx.x * TILE, row = threadIdx.x / 16 * 4, out = threadIdx.x % 16 * 4;  // also the rows 32 further down
+    const bool vectorised = ins % VECTOR == 0 && aligned16(x) && aligned16(w);
+    float x_pieces[PIECES][VECTOR], w_pieces[PIECES][VECTOR], sums[8][4] = {};
+    auto load = [&](int start) {
+        load_pieces(x_pieces, x, first_row, rows, start, ins, vectorised);
+        load_pieces(w_pieces, w, first_out, outs, start, ins, vectorised);
+    };
+    load(0);
+    for (int start = 0, buffer = 0; start < ins; start += SLICE, buffer ^= 1) {
+        store_pieces(xs[buffer], x_pieces);
+        store_pieces(ws[buffer], w_pieces);
+        __syncthreads();  // two buffers: whoever is a slice behind still reads the other one
+        if (start + SLICE < ins) load(start + SLICE);
+#pragma unroll
+        for (int k = 0; k < SLICE; k += PART) {
+            float part[8][4] = {};
+#pragma unroll
+            for (int n = k; n < k + PART; n++) {
+                const Vec<float, 4> upper = load_vec<4>(&xs[buffer][n][row]), lower = load_vec<4>(&xs[buffer][n][row + 32]);
+                const Vec<float, 4> right = load_vec<4>(&ws[buffer][n][out]);
+#pragma unroll
+                for (int i = 0; i < 4; i++)
+#pragma unroll
+                    for (int j = 0; j < 4; j++) {
+                        part[i][j] = fmaf(upper[i], right[j], part[i][j]);
+                        part[i + 4][j] = fmaf(lower[i], right[j], part[i + 4][j]);
+                    }
+            }
+#pragma unroll
+            for (int i = 0; i < 8; i++)
+#pragma unroll
+                for (int j = 0; j < 4; j++) sums[i][j] += part[i][j];
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+        const long long at = first_row + row + i % 4 + i / 4 * 32;
+#pragma unroll
+        for (int j = 0; j < 4; j++)
+            if (at < rows && first_out + out + j < outs)
+                y[at * outs + first_out + out + j] = bias == nullptr ? sums[i][j] : sums[i][j] + bias[first_out + out + j];
+    }
+}
+
+#endif
+
+// y[t] = row; a block a row
+extern "C" __global__ void broadcast_row(SCALAR* y, const SCALAR* row, int C) {
+    copy_row(y + (long long)blockIdx.x * C, row, C, C % VECTOR == 0 && aligned16(y) && aligned16(row));
+}
+
+// out[0 … used - 1] = x, then zeros up to total; a thread does VECTOR elements
+extern "C" __global__ void pad_rows(SCALAR* out, const SCALAR* x, long long used, long long total) {
+    const long long first = ((long long)blockIdx.x * blockDim.x + threadIdx.x) * VECTOR;
+    if (used % VECTOR == 0 && total % VECTOR == 0 && aligned16(out) && aligned16(x)) {
+        if (first < total) store_vec(out + first, first < used ? load_vec<VECTOR>(x + first) : Vec<SCALAR, VECTOR>{});
+    } else {
+        for (int i = 0; i < VECTOR; i++)
+            if (first + i < total) out[first + i] = first + i < used ? x[first + i] : from_float<SCALAR>(0.0f);
+    }
+}
