@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 
 import cukit
+from cukit.bench import BENCHMARKS, GenerateBench, KernelsBench, TrainBench
 from cukit.config import DTYPES, EngineConfig, GRPOConfig, SamplingParams, SFTConfig, option
 from cukit.options import Command, engine_options, make, parse, resolve
 
@@ -236,6 +237,33 @@ def kernels(values: dict) -> None:
     print(f"{len(compiled)} modules in {time.perf_counter() - start:.1f} s; they lie in {compiler.cache_folder()}")
 
 
+def bench_kernels(values: dict) -> None:
+    from cukit.bench.kernels import run
+
+    _report(run(make(KernelsBench, values)), values)
+
+
+def bench_generate(values: dict) -> None:
+    from cukit.bench.generate import run
+
+    _report(run(make(GenerateBench, values), engine_options(values)), values)
+
+
+def bench_train(values: dict) -> None:
+    from cukit.bench.train import run
+
+    _report(run(make(TrainBench, values)), values)
+
+
+def _report(report: dict, values: dict) -> None:
+    from cukit.bench.report import print_report, write_report
+
+    print_report(report)
+    if values.get("output"):
+        write_report(report, values["output"])
+        print(f"rows: {values['output']}")
+
+
 COMMANDS = {
     "grpo": Command(grpo, "train with rewards (group relative policy optimisation)", (TrainFiles, GRPOConfig),
                     recipe="data/recipes/tiny-grpo.yaml",
@@ -247,14 +275,27 @@ COMMANDS = {
     "eval": Command(evaluate, "accuracy of a model on rows with a reward", (EvalOptions, SamplingParams, EngineConfig),
                     without=("logprobs",), bundled={"model": TINY_MODEL, "data": TEST_ROWS, "reward_funcs": ["gsm8k"]}),
     "kernels": Command(kernels, "kernels build: compile all CUDA kernels ahead", (KernelsOptions,), action="build"),
+    "bench kernels": Command(bench_kernels, "time of each array function against the device's limits", (KernelsBench,)),
+    "bench generate": Command(bench_generate, "speed of the engine on a workload of random tokens", (GenerateBench, EngineConfig)),
+    "bench train": Command(bench_train, "speed and memory of training on random tokens", (TrainBench,)),
     "doctor": Command(doctor, "versions and devices", ()),
 }
+
+
+def _joined(argv: list[str]) -> list[str]:
+    """bench kernels as one word, since each benchmark has options of its own."""
+    if argv[:1] != ["bench"]:
+        return argv
+    if len(argv) < 2 or argv[1] not in BENCHMARKS:
+        given = f", got {argv[1]!r}" if len(argv) > 1 else ""
+        raise ValueError(f"bench must be followed by {', '.join(BENCHMARKS)}{given}; each has its own --help")
+    return [f"bench {argv[1]}", *argv[2:]]
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command; returns the exit code: 0, 2 after a user's mistake, 130 after an interruption."""
     try:
-        name, given = parse(COMMANDS, sys.argv[1:] if argv is None else argv)
+        name, given = parse(COMMANDS, _joined(sys.argv[1:] if argv is None else argv))
         command = COMMANDS[name]
         return command.run(resolve(command, given)) or 0
     except KeyboardInterrupt:

@@ -30,7 +30,7 @@ LAYERS = {
     "checkpoint": {"models", "backend", "config"},
     "engine": {"models", "autograd", "backend", "tokenizer", "config"},
     "trainers": {"engine", "models", "ops", "autograd", "backend", "config"} | STATE,
-    "bench": {"trainers", "engine", "models", "ops", "autograd", "backend", "config"} | STATE,
+    "bench": {"cukit", "trainers", "engine", "models", "ops", "autograd", "backend", "config"} | STATE,
     "options": {"cukit", "checkpoint", "config"},
     "cukit": set(),
     "cukit_cli": {"cukit", "options", "bench", "trainers", "engine", "models", "backend", "config"} | STATE,

@@ -1,0 +1,96 @@
+"""A report: what was measured where, and its rows; as a table and as JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from dataclasses import asdict
+from pathlib import Path
+
+from .. import __version__
+from .subject import Subject
+
+# benchmark -> (key of a row, heading, format)
+COLUMNS = {
+    "kernels": (("name", "function", "{}"), ("shape", "shape", "{}"), ("microseconds", "µs", "{:,.1f}"), ("host_microseconds", "host µs", "{:,.1f}"),
+                ("gb_per_s", "GB/s", "{:,.1f}"), ("tflop_per_s", "TFLOP/s", "{:,.2f}"), ("share_of_limit", "of limit", "{:.1%}"),
+                ("limit", "limit", "{}"), ("note", "", "{}")),
+    "generate": (("workload", "workload", "{}"), ("requests", "requests", "{:,}"), ("samples", "samples", "{:,}"),
+                 ("prompt_tokens", "prompt tokens", "{:,}"), ("output_tokens", "output tokens", "{:,}"), ("seconds", "s", "{:,.3f}"),
+                 ("output_tokens_per_s", "output tok/s", "{:,.0f}"), ("ms_per_token", "ms per token", "{:,.3f}"), ("steps", "steps", "{:,}"),
+                 ("preemptions", "preemptions", "{:,}")),
+    "train": (("pass", "pass", "{}"), ("gradient_checkpointing", "recompute", "{}"), ("tokens", "tokens", "{:,}"),
+              ("completion_tokens", "of them in the loss", "{:,}"), ("seconds", "s", "{:,.3f}"), ("tokens_per_s", "tok/s", "{:,.0f}"),
+              ("peak_gb", "peak GB", "{:,.2f}"), ("note", "", "{}")),
+}
+
+
+def new_report(benchmark: str, subject: Subject, options) -> dict:
+    """A report without rows."""
+    commit, changed = _commit()
+    return {"benchmark": benchmark, "version": __version__, "commit": commit, "uncommitted_changes": changed, "device": subject.backend.name,
+            "device_name": subject.backend.device_name(), "dtype": subject.dtype.name, "model": subject.name, "weights": subject.weights,
+            "inputs": "random", "options": asdict(options), "rows": []}
+
+
+def _commit() -> tuple[str | None, bool | None]:
+    """(commit of the checkout that this file lies in, whether files differ from it); (None, None) for an installed package."""
+    root = Path(__file__).parents[2]
+    if not (root / ".git").exists():  # a folder above may be someone else's repository
+        return None, None
+    try:
+        commit, status = (subprocess.run(["git", "-C", str(root), *words], capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+                          for words in (["rev-parse", "HEAD"], ["status", "--porcelain"]))
+    except (OSError, subprocess.SubprocessError):
+        return None, None
+    return commit, bool(status)
+
+
+def cells(benchmark: str, row: dict) -> list[str]:
+    """A row as the table shows it."""
+    return [_cell(row[key], form) for key, _, form in COLUMNS[benchmark]]
+
+
+def _cell(value, form: str) -> str:
+    if value is None:
+        return "–"
+    return ("yes" if value else "no") if isinstance(value, bool) else form.format(value)
+
+
+def headline(report: dict) -> str:
+    """Where the numbers come from, in one line."""
+    commit = (report["commit"] or "unknown")[:12] + (" with changes" if report["uncommitted_changes"] else "")
+    if report["weights"] == "random":
+        model = f"{report['model']}'s shape with RANDOM weights"
+    else:
+        model = f"weights of {report['weights']}"
+    return f"bench {report['benchmark']}: {model}, random inputs, {report['dtype']}, {report['device']} ({report['device_name']}), " \
+           f"cukit {report['version']}, commit {commit}"
+
+
+def print_report(report: dict) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(markup=False, highlight=False, emoji=False)
+    if not console.is_terminal:
+        console.width = 200  # a file or a pipe has no edge to wrap at
+    console.print(headline(report))
+    if limits := report.get("limits"):
+        console.print(f"limits, measured here: copy {limits['copy_gb_per_s']:,.0f} GB/s read and written, "
+                      f"square product {limits['product_tflop_per_s']:,.2f} TFLOP/s")
+    table = Table()
+    for key, heading, _ in COLUMNS[report["benchmark"]]:
+        numeric = any(isinstance(row[key], (int, float)) and not isinstance(row[key], bool) for row in report["rows"])
+        table.add_column(heading, justify="right" if numeric else "left", overflow="fold")
+    for row in report["rows"]:
+        table.add_row(*cells(report["benchmark"], row))
+    console.print(table)
+
+
+def write_report(report: dict, path: str) -> None:
+    """JSON, under a temporary name first."""
+    temporary = Path(f"{path}.tmp-{os.getpid()}")
+    temporary.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    os.replace(temporary, path)

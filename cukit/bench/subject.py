@@ -1,0 +1,76 @@
+"""What is measured: a model's shape (or folder), a device and a dtype."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+
+from ..backend import backend_for
+from ..config import ModelConfig
+from ..models.decoder import Decoder
+from ..models.weights import load_config, load_model
+
+SHAPES = {
+    "qwen3-0.6b": dict(architectures=["Qwen3ForCausalLM"], vocab_size=151936, hidden_size=1024, intermediate_size=3072, num_hidden_layers=28,
+                       num_attention_heads=16, num_key_value_heads=8, head_dim=128, max_position_embeddings=40960, rms_norm_eps=1e-6,
+                       rope_theta=1000000.0, tie_word_embeddings=True),
+    "smollm2-135m": dict(architectures=["LlamaForCausalLM"], vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30,
+                         num_attention_heads=9, num_key_value_heads=3, head_dim=64, max_position_embeddings=8192, rms_norm_eps=1e-5,
+                         rope_theta=100000.0, tie_word_embeddings=True),
+    # data/tiny-qwen3
+    "tiny": dict(architectures=["Qwen3ForCausalLM"], vocab_size=64, hidden_size=128, intermediate_size=256, num_hidden_layers=3,
+                 num_attention_heads=4, num_key_value_heads=2, head_dim=32, max_position_embeddings=256, rms_norm_eps=1e-6,
+                 rope_theta=10000.0, tie_word_embeddings=True),
+}
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A shape on a device; folder is None where the weights are random."""
+
+    name: str
+    config: ModelConfig
+    folder: str | None
+    backend: ModuleType
+    dtype: np.dtype
+
+    @property
+    def weights(self) -> str:
+        return "random" if self.folder is None else self.folder
+
+
+def choose_subject(options) -> Subject:
+    """The subject that model, device and dtype of the options name; ValueError if there is none."""
+    backend = backend_for(options.device)
+    dtype = backend.dtype_of(options.dtype)
+    name = options.model or ("tiny" if backend.name == "cpu" else "qwen3-0.6b")
+    if name in SHAPES:
+        return Subject(name, ModelConfig.from_json(SHAPES[name]), None, backend, dtype)
+    if "/" not in name and not Path(name).is_dir():
+        raise ValueError(f"model {name!r} is neither a shape ({', '.join(SHAPES)}) nor a folder: choose one of these")
+    return Subject(name, load_config(name), name, backend, dtype)
+
+
+def build_model(subject: Subject, seed: int) -> Decoder:
+    """The folder's model, or one of this shape with random weights."""
+    if subject.folder is not None:
+        return load_model(subject.folder, subject.backend.name, subject.dtype.name)
+    model = Decoder(subject.config, subject.backend, subject.dtype)
+    model.init_weights(seed)
+    return model
+
+
+def scale_of(options, subject: Subject) -> float:
+    """The options' scale; by default what a laptop can do."""
+    return options.scale or (0.1 if subject.backend.name == "cpu" else 1.0)
+
+
+def scaled(number: int, scale: float) -> int:
+    return max(1, round(number * scale))
+
+
+def check_length(subject: Subject, length: int, way_out: str) -> None:
+    longest = subject.config.max_position_embeddings
+    if length > longest:
+        raise ValueError(f"{length} tokens a sequence exceed the {longest} positions of {subject.name}: {way_out}")

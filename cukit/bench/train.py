@@ -1,0 +1,89 @@
+"""bench train: log-prob loss on the completions of packed rows, backward, AdamW; with and without recomputation; and the forward pass alone."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..autograd import no_grad
+from ..models.scoring import batches_by_tokens, target_logprobs
+from ..optim import AdamW
+from . import TrainBench
+from .measure import memory_in_use, peak_memory, seconds_of
+from .report import new_report
+from .subject import Subject, build_model, check_length, choose_subject, scale_of, scaled
+
+ROWS, TOKENS_PER_ROW, COMPLETION = 32, 712, 512
+LEARNING_RATE = 1e-6
+
+
+@dataclass(frozen=True)
+class Step:
+    """The rows of one optimizer step, cut into micro-batches of (sequences, wanted)."""
+
+    batches: list[tuple[list, list]]
+    tokens: int
+    completion_tokens: int
+
+
+def make_step(options: TrainBench, subject: Subject, scale: float) -> Step:
+    """Random tokens; the loss is taken on the last `completion` of each row."""
+    rows = options.rows or scaled(ROWS, scale)
+    length = options.tokens_per_row or max(2, scaled(TOKENS_PER_ROW, scale))
+    completion = options.completion or scaled(COMPLETION, scale)
+    if completion >= length:
+        raise ValueError(f"completion={completion} must be below tokens_per_row={length}: nothing precedes a row's first token")
+    check_length(subject, length, "lower --tokens_per_row or --scale")
+    tokens = np.random.default_rng(options.seed).integers(0, subject.config.vocab_size, (rows, length)).tolist()
+    wanted = np.arange(length) >= length - completion
+    parts = batches_by_tokens([length] * rows, options.max_tokens_per_batch or rows * length)
+    return Step([([tokens[row] for row in part], [wanted] * len(part)) for part in parts], rows * length, rows * completion)
+
+
+def run(options: TrainBench) -> dict:
+    """The report: a row for the forward pass alone, and one each for training with and without recomputation."""
+    subject = choose_subject(options)
+    before = memory_in_use(subject.backend)
+    scale = scale_of(options, subject)
+    step = make_step(options, subject, scale)
+    model = build_model(subject, options.seed)
+    report = new_report("train", subject, options) | {"scale": scale, "micro_batches": len(step.batches)}
+    rows = report["rows"]
+    # from the least memory to the most, since a CPU's process only knows its highest point
+    rows.append(_row("log-probs, no gradient", None, lambda: _score(model, step), subject, step, options, before))
+    optimizer = AdamW(model.parameters(), LEARNING_RATE)
+    for recompute in (True, False):
+        model.gradient_checkpointing = recompute
+        rows.append(_row("forward, backward, AdamW", recompute, lambda: _train(model, optimizer, step), subject, step, options, before))
+        if optimizer.skipped:  # an update that was skipped took less time
+            rows[-1]["note"] = f"{optimizer.skipped} updates skipped: gradient not finite"
+    return report
+
+
+def _row(name: str, recompute: bool | None, function, subject: Subject, step: Step, options: TrainBench, before: int) -> dict:
+    row = {"pass": name, "gradient_checkpointing": recompute, "tokens": step.tokens, "completion_tokens": step.completion_tokens}
+    try:
+        function()  # compiles kernels, tries products, fills pools
+        samples = [seconds_of(subject.backend, function) for _ in range(options.repeats)]
+        peak = peak_memory(subject.backend, function, before)
+    except MemoryError:  # CuPy's is one too; the rows before stay worth having
+        return row | {"seconds": None, "all_seconds": [], "tokens_per_s": None, "peak_gb": None, "note": "out of memory: lower --max_tokens_per_batch"}
+    seconds = statistics.median(samples)
+    return row | {"seconds": seconds, "all_seconds": samples, "tokens_per_s": step.tokens / seconds, "peak_gb": peak / 1e9,
+                  "note": "peak of the process" if subject.backend.name == "cpu" else ""}
+
+
+def _score(model, step: Step) -> None:
+    with no_grad():
+        for sequences, wanted in step.batches:
+            model.backend.to_numpy(target_logprobs(model, sequences, wanted)[0].data)
+
+
+def _train(model, optimizer: AdamW, step: Step) -> None:
+    for sequences, wanted in step.batches:
+        logprobs, _ = target_logprobs(model, sequences, wanted)
+        loss = logprobs.sum() * (-1 / step.completion_tokens)
+        loss.backward(loss.data * 0 + optimizer.loss_scale)
+    optimizer.step()
