@@ -1,8 +1,8 @@
 """From a scheduled step to arrays, through the model, to drawn tokens.
 
 Every running sequence has a row in host arrays (newest token, length, block table, sampling parameters) that change
-only where the sequence changes. A decode step is a gather of rows, one forward pass and one draw; prompts are one more
-packed pass.
+only where the sequence changes. A decode step is a gather of rows into one buffer, one copy, one forward pass and one
+draw, which a device with graphs replays as one launch; prompts are one more packed pass.
 """
 
 from __future__ import annotations
@@ -14,9 +14,12 @@ import numpy as np
 from ..autograd import Tensor, no_grad
 from ..config import EngineConfig
 from ..models.attend import PagedDecode, PagedPrefill
+from .decode_inputs import DecodeInputs
 from .scheduler import Step
 from .sequence import SEED_MASK, Sequence
 
+CHUNK_KEYS = 256  # attention reads keys in chunks of this many; a step is made for a power of two of them
+MOST_STEPS = 1024  # kept ready; a CPU, which rounds nothing up, meets more shapes than it is worth keeping
 CPU_CACHE_BYTES = 4 << 30  # the KV cache of the CPU grows to this at most unless num_kv_blocks says otherwise
 
 
@@ -51,22 +54,35 @@ def fit_memory(config: EngineConfig, model) -> EngineConfig:
 class ModelRunner:
     """Holds the KV cache and the rows. num_rows sequences run at once; max_model_len bounds each."""
 
-    def __init__(self, model, num_rows: int, max_model_len: int, num_blocks: int, block_size: int, vocab_size: int):
+    def __init__(
+        self,
+        model,
+        num_rows: int,
+        max_model_len: int,
+        num_blocks: int,
+        block_size: int,
+        vocab_size: int,
+        enforce_eager: bool = False,
+    ):
         self.model, self.backend, self.vocab_size = model, model.backend, vocab_size
         self.num_blocks, self.block_size = num_blocks, block_size
+        self.enforce_eager = enforce_eager
         self.kv: list | None = None
+        precise = self.backend.accumulator(model.dtype)
         self.tokens = np.zeros(num_rows, np.int32)  # the newest token of a row, not computed yet
         self.lengths = np.zeros(num_rows, np.int32)  # tokens of a row, the newest included
         self.block_tables = np.zeros((num_rows, -(-max_model_len // block_size)), np.int32)
-        self.temperature = np.zeros(num_rows, np.float64)
+        self.temperature = np.zeros(num_rows, precise)
         self.top_k = np.zeros(num_rows, np.int32)
-        self.top_p = np.zeros(num_rows, np.float64)
-        self.min_p = np.zeros(num_rows, np.float64)
+        self.top_p = np.zeros(num_rows, precise)
+        self.min_p = np.zeros(num_rows, precise)
         self.seeds = np.zeros(num_rows, np.uint64)
-        self.repetition_penalty = np.ones(num_rows, np.float64)
+        self.repetition_penalty = np.ones(num_rows, precise)
         self.min_lengths = np.zeros(num_rows, np.int32)  # below this length the stop ids are banned
         self.stop_ids = np.full((num_rows, 1), -1, np.int32)
         self.seen: np.ndarray | None = None  # (rows, V) tokens that occurred; made when a request first needs it
+        self._inputs = DecodeInputs(self.backend, precise, self.backend.row_bucket(num_rows), self.block_tables.shape[1])
+        self._steps: dict[tuple[int, int], tuple] = {}  # (rows, blocks) -> (host views, device views, the step)
         self.allocate_cache()
 
     def allocate_cache(self) -> None:
@@ -78,6 +94,8 @@ class ModelRunner:
 
     def free_cache(self) -> None:
         self.kv = None
+        self._steps.clear()  # they write into it
+        self.backend.free_replays()
 
     # ---- rows ----
 
@@ -127,19 +145,63 @@ class ModelRunner:
 
     def _decode(self, sequences: list[Sequence]) -> tuple[list[int], list[float]]:
         rows = np.fromiter((seq.row for seq in sequences), np.int64, len(sequences))
-        be, lengths = self.backend, self.lengths[rows]
-        positions = lengths - 1
-        block_indices, offsets = np.divmod(positions, self.block_size)
-        slots = self.block_tables[rows, block_indices].astype(np.int64) * self.block_size + offsets
-        tables = self.block_tables[rows, : int(block_indices.max()) + 1]
-        attend = PagedDecode(self.kv, be.array(tables), be.array(lengths), be.array(slots))
-        hidden = self.model.forward(be.array(self.tokens[rows]), be.array(positions), attend)
-        tokens, logprobs = self._sample(hidden, rows, self.seeds[rows], lengths)
+        host, device, step = self._step_for(rows)
+        host.upload()
+        if self._draws_plainly(rows):
+            tokens, logprobs = self._on_host(*step(), len(rows))
+        else:
+            logits = self._decode_logits(device)[: len(rows)]
+            tokens, logprobs = self._draw(logits, rows, self.seeds[rows], self.lengths[rows])
         self.tokens[rows] = tokens
         self.lengths[rows] += 1
         if self.seen is not None:
             self.seen[rows, tokens] = self.repetition_penalty[rows] != 1
         return tokens.tolist(), logprobs.tolist()
+
+    def _step_for(self, rows: np.ndarray) -> tuple:
+        """(host views, device views, step) for these rows, the host views filled."""
+        count, lengths = len(rows), self.lengths[rows]
+        block_indices, offsets = np.divmod(lengths - 1, self.block_size)
+        chunks = 1 << (int(lengths.max() - 1) // CHUNK_KEYS).bit_length()
+        blocks = min(-(-chunks * CHUNK_KEYS // self.block_size), self.block_tables.shape[1])
+        key = self.backend.row_bucket(count), blocks
+        if key not in self._steps:
+            if len(self._steps) == MOST_STEPS:
+                self._steps.clear()
+            self._steps[key] = self._make_step(*self._inputs.views(*key))
+        host, device, step = self._steps[key]
+        host.slots[:count] = self.block_tables[rows, block_indices].astype(np.int64) * self.block_size + offsets
+        host.positions[:count] = lengths - 1
+        host.context_lens[:count] = host.places[:count] = lengths
+        host.tables[:count] = self.block_tables[rows, :blocks]
+        for name in ("tokens", "seeds", "temperature", "top_k", "top_p", "min_p"):
+            getattr(host, name)[:count] = getattr(self, name)[rows]
+        if count < key[0]:
+            self._fill_up(host, count)
+        return host, device, step
+
+    def _make_step(self, host, device) -> tuple:
+        def step():
+            parameters = (device.temperature, device.top_k, device.top_p, device.min_p, device.seeds, device.places)
+            return self.backend.sample(self._decode_logits(device), *parameters, self.vocab_size)
+
+        return host, device, step if self.enforce_eager else self.backend.replayed(step)
+
+    @staticmethod
+    def _fill_up(host, count: int) -> None:
+        """Rows from count on do nothing: no context, no slot, a greedy draw that nobody reads."""
+        for name, values in vars(host).items():
+            if name not in ("tables", "upload"):
+                values[count:] = -1 if name == "slots" else 0
+
+    def _decode_logits(self, device):
+        attend = PagedDecode(self.kv, device.tables, device.context_lens, device.slots)
+        return self.model.logits(self.model.forward(device.tokens, device.positions, attend)).data
+
+    def _draws_plainly(self, rows: np.ndarray) -> bool:
+        """Whether the draw needs nothing but the filters: no row bans a stop id or has a penalty."""
+        penalised = self.seen is not None and (self.repetition_penalty[rows] != 1).any()
+        return not penalised and not (self.lengths[rows] < self.min_lengths[rows]).any()
 
     def _prefill(self, chunks) -> list[tuple[Sequence, list[int], list[float]]]:
         be = self.backend
@@ -151,6 +213,9 @@ class ModelRunner:
         tokens = np.concatenate([seq.token_ids[start : start + count] for seq, start, count in chunks]).astype(np.int32)
         block_indices, offsets = np.divmod(positions, self.block_size)
         slots = self.block_tables[np.repeat(rows, counts), block_indices].astype(np.int64) * self.block_size + offsets
+        filling = be.row_bucket(len(tokens)) - len(tokens)
+        tokens, positions = np.pad(tokens, (0, filling)), np.pad(positions, (0, filling))
+        slots = np.pad(slots, (0, filling), constant_values=-1)
         tables = self.block_tables[rows, : int(block_indices.max()) + 1]
         attend = PagedPrefill(self.kv, be.array(tables), be.array(borders), be.array(ends), be.array(slots))
         hidden = self.model.forward(be.array(tokens), be.array(positions), attend)
@@ -164,7 +229,8 @@ class ModelRunner:
         rows = np.repeat([seq.row for seq, _ in completed], shares)
         seeds = [(seq.seed + j) & SEED_MASK for seq, _ in completed for j in range(1 + seq.pending_forks)]
         last = self.backend.array(np.repeat([row for _, row in completed], shares))
-        tokens, logprobs = self._sample(Tensor(hidden.data[last]), rows, np.array(seeds, np.uint64), self.lengths[rows])
+        logits = self.model.logits(Tensor(hidden.data[last])).data
+        tokens, logprobs = self._draw(logits, rows, np.array(seeds, np.uint64), self.lengths[rows])
         firsts = np.cumsum(shares) - shares
         for (seq, _), first in zip(completed, firsts, strict=True):
             self.tokens[seq.row] = tokens[first]
@@ -176,13 +242,12 @@ class ModelRunner:
             for (seq, _), first, share in zip(completed, firsts, shares, strict=True)
         ]
 
-    def _sample(self, hidden, rows, seeds, lengths) -> tuple[np.ndarray, np.ndarray]:
-        """Head and draw for hidden (B, C), with the parameters of rows (B); the drawn tokens will stand at lengths (B).
+    def _draw(self, logits, rows, seeds, lengths) -> tuple[np.ndarray, np.ndarray]:
+        """Draw from logits (B, V) with the parameters of rows (B); the drawn tokens will stand at lengths (B).
 
         Returns tokens and log-probs (B) on the host.
         """
         be = self.backend
-        logits = self.model.logits(hidden).data
         is_early = lengths < self.min_lengths[rows]
         banned = be.array(np.where(is_early[:, None], self.stop_ids[rows], -1)) if is_early.any() else None
         penalty = seen = None
@@ -190,8 +255,11 @@ class ModelRunner:
             penalty, seen = be.array(self.repetition_penalty[rows]), be.array(self.seen[rows])
         filters = (self.temperature[rows], self.top_k[rows], self.top_p[rows], self.min_p[rows])
         parameters = map(be.array, (*filters, seeds, lengths.astype(np.int64)))
-        tokens, logprobs = be.sample(logits, *parameters, self.vocab_size, banned, penalty, seen)
-        tokens, logprobs = be.to_numpy(tokens), be.to_numpy(logprobs)
+        return self._on_host(*be.sample(logits, *parameters, self.vocab_size, banned, penalty, seen), len(rows))
+
+    def _on_host(self, tokens, logprobs, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """The first `count` of each as host arrays; ValueError if a log-prob is not finite."""
+        tokens, logprobs = self.backend.to_numpy(tokens)[:count], self.backend.to_numpy(logprobs)[:count]
         if not np.isfinite(logprobs).all():
             raise ValueError(
                 "the model's logits are not finite (NaN or infinity): the weights are damaged or training diverged;"

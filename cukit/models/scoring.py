@@ -8,13 +8,18 @@ from .attend import PackedCausal
 
 
 def pack(model, sequences):
-    """Sequences (lists of ids) side by side, on the model's device: tokens (T,), positions (T,), PackedCausal."""
+    """Sequences (lists of ids) side by side, on the model's device: tokens (T,), positions (T,), PackedCausal.
+
+    T may be larger than their tokens, for products without a copy: rows after the last sequence belong to none and nobody reads them.
+    """
+    be = model.backend
     lengths = np.fromiter((len(s) for s in sequences), np.int32, len(sequences))
     cu_seqlens = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-    tokens = np.fromiter((t for s in sequences for t in s), np.int32, cu_seqlens[-1])
-    positions = np.arange(cu_seqlens[-1], dtype=np.int32) - np.repeat(cu_seqlens[:-1], lengths)
-    be = model.backend
-    return be.array(tokens), be.array(positions, np.int32), PackedCausal(be.array(cu_seqlens))
+    used, rows = cu_seqlens[-1], be.row_bucket(int(cu_seqlens[-1]))
+    tokens, positions = np.zeros(rows, np.int32), np.zeros(rows, np.int32)
+    tokens[:used] = np.fromiter((t for s in sequences for t in s), np.int32, used)
+    positions[:used] = np.arange(used, dtype=np.int32) - np.repeat(cu_seqlens[:-1], lengths)
+    return be.array(tokens), be.array(positions), PackedCausal(be.array(cu_seqlens))
 
 
 def target_logprobs(model, sequences, wanted, temperature=1.0, vocab_size=None):

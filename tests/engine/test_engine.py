@@ -124,6 +124,24 @@ def test_tokens_do_not_depend_on_the_schedule(schedule, prompts, alone):
     assert not llm._scheduler.has_work and len(llm._scheduler._free_rows) == llm._scheduler.max_num_seqs
 
 
+@pytest.mark.parametrize("schedule", ["together", "chunked prefill", "room for few"])
+def test_rows_that_only_fill_a_step_up_change_nothing(schedule, prompts, alone, monkeypatch):
+    """As on a device that runs steps at rounded row counts."""
+    from cukit.backend import numpy as backend
+
+    monkeypatch.setattr(backend, "row_bucket", lambda rows: -(-rows // 8) * 8)
+    llm = tiny_llm(**SCHEDULES[schedule])
+    params = [
+        SamplingParams(n=3, temperature=0.9, top_p=0.95, max_tokens=14, seed=number * 100, logprobs=True)
+        for number in range(len(prompts))
+    ]
+    assert_same(results(llm.generate(prompts, params)), alone)
+    out = llm.generate([prompts[0]], SamplingParams(temperature=0, max_tokens=3, min_tokens=3, stop_token_ids=[5], logprobs=True))[0]
+    (scores,) = llm.score([out.prompt_token_ids + out.outputs[0].token_ids])
+    np.testing.assert_allclose(scores[len(prompts[0]) - 1 :], out.outputs[0].logprobs, atol=1e-10)
+    assert {rows % 8 for rows, _ in llm._runner._steps} == {0}
+
+
 def test_512_requests_with_room_for_50():
     prompts = random_prompts(512, 4, 12, seed=5)
     params = SamplingParams(temperature=0, max_tokens=12, logprobs=True)

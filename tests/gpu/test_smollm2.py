@@ -26,7 +26,7 @@ def test_greedy_ids_are_golden_where_the_margin_is_clear(folder):
         ids, start = chat["prompt_ids"] + chat["new_ids"], len(chat["prompt_ids"])
         with no_grad():
             tokens, positions, attend = pack(model, [ids])
-            logits = model.backend.to_numpy(model.logits(model.forward(tokens, positions, attend)).data).astype(np.float32)
+            logits = model.backend.to_numpy(model.logits(model.forward(tokens, positions, attend)).data)[:len(ids)].astype(np.float32)
         clear = np.array(chat["margins"]) > 0.1
         choice = logits[start - 1:-1].argmax(axis=1)
         compared, equal = compared + clear.sum(), equal + (choice == chat["new_ids"])[clear].sum()

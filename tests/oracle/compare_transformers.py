@@ -62,7 +62,7 @@ def run_cukit(state, raw, rows):
     lists = [list(map(int, row)) for row in rows]
     with no_grad():
         tokens, positions, attend = pack(model, lists[:1])
-        logits = cupy.asnumpy(model.logits(model.forward(tokens, positions, attend)).data.astype(cupy.float32))
+        logits = cupy.asnumpy(model.logits(model.forward(tokens, positions, attend)).data[:len(lists[0])].astype(cupy.float32))
     logprobs, _ = target_logprobs(model, lists, [np.arange(len(r)) > 0 for r in lists])
     loss = logprobs.sum() * (-1.0 / logprobs.shape[0])
     loss.backward()

@@ -1,6 +1,7 @@
 """Arrays, dtypes and memory of the GPU. Memory comes from CuPy's pool: after the first step of a shape nothing is asked of the driver."""
 
 import cupy as cp
+import cupyx
 import ml_dtypes
 import numpy as np
 
@@ -44,6 +45,16 @@ def zeros(shape, dtype):
 def to_numpy(x):
     """`x` on the host."""
     return cp.asnumpy(x)
+
+
+def host_buffer(nbytes: int):
+    """Zeroed bytes on the host, (nbytes,) uint8, from where copies to the device are quickest: page-locked."""
+    return cupyx.zeros_pinned(nbytes, np.uint8)
+
+
+def upload(target, host):
+    """Copy `host` into the device array `target`. `host` must stay as it is until the device's next results were read."""
+    target.set(host, stream=cp.cuda.get_current_stream())
 
 
 def synchronize():

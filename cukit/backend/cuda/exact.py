@@ -8,6 +8,7 @@ it does not even do that and no bucket is found, our own product serves all row 
 use stays, so bits never change within a process.
 """
 
+import functools
 import sys
 
 import cupy as cp
@@ -35,10 +36,10 @@ def set_policy(policy: str):
 
 
 def next_bucket(rows: int) -> int:
-    """The smallest row count of the list that is at least `rows`: powers of two to 64, then steps of 64, 128, 256 and 1024."""
+    """The smallest row count of the list that is at least `rows`: powers of two to 64, then steps of 64, 128, 256 and 512."""
     if rows <= 64:
         return 1 << max(rows - 1, 0).bit_length()
-    step = 64 if rows <= 256 else 128 if rows <= 1024 else 256 if rows <= 4096 else 1024
+    step = 64 if rows <= 256 else 128 if rows <= 1024 else 256 if rows <= 4096 else 512
     return -(-rows // step) * step
 
 
@@ -107,14 +108,12 @@ def _is_equal(weight, bucket) -> bool:
 
 
 def _compare(out_features, in_features, dtype, biased, bucket):
-    generator = np.random.default_rng(0)
-    w = _repeated(_weights(generator, in_features, dtype), out_features)
-    bias = None
-    if biased:  # every other one so small that it does not hide a sum's bits
-        bias = cp.array((generator.standard_normal(out_features) / np.where(np.arange(out_features) % 2, 1, 64)).astype(dtype))
+    inputs, weights, numbers = _examples(in_features, dtype)
+    w = _repeated(weights, out_features)
+    # every other bias so small that it does not hide a sum's bits
+    bias = cp.array((np.resize(numbers, out_features) / np.where(np.arange(out_features) % 2, 1, 64)).astype(dtype)) if biased else None
     reference_rows = REFERENCE_ROWS if out_features <= 1 << 15 else REFERENCE_ROWS // 4
-    most = reference_rows if bucket == "in order" else max(bucket, reference_rows)
-    inputs = _repeated(_inputs(generator, in_features, dtype), most)
+    inputs = _repeated(inputs, reference_rows if bucket == "in order" else max(bucket, reference_rows))
     reference = cublas_product(inputs[:reference_rows], w, bias)
     if bucket == "in order":
         return _same_bits(in_order_product(inputs, w, bias), reference)
@@ -128,20 +127,19 @@ def _compare(out_features, in_features, dtype, biased, bucket):
     return all(_same_bits(cublas_product(inputs[start:start + bucket], w, bias), reference[start:start + bucket]) for start in starts)
 
 
-def _inputs(generator, in_features, dtype):
-    """Random rows, more where sums are short and seldom tell two orders apart. In every other row the second half is minus the first."""
-    rows = generator.standard_normal((512 if in_features > 256 else 1024, in_features)).astype(np.float32)
-    half = in_features // 2
-    rows[::2, in_features - half:] = -rows[::2, :half]
-    return rows.astype(dtype)
+@functools.lru_cache(maxsize=2)  # a weight's buckets are compared one after the other
+def _examples(in_features, dtype):
+    """Rows of x, rows of w and a row of numbers, on the host.
 
-
-def _weights(generator, in_features, dtype):
-    """Rows whose second half is nearly the first: with `_inputs` the sums cancel, so that another order of adding shows in the rounded result."""
-    rows = generator.standard_normal((512, in_features)).astype(np.float32)
-    half = in_features // 2
-    rows[:, in_features - half:] = rows[:, :half] * (1 + rows[:, in_features - half:] / 64)
-    return rows.astype(dtype)
+    Of every other row of x the second half is minus the first, and of w's rows nearly the first: the sums cancel, so that another order
+    of adding shows in the rounded result. Short sums seldom tell two orders apart, hence more rows there.
+    """
+    generator, half = np.random.default_rng(0), in_features // 2
+    x = generator.standard_normal((512 if in_features > 256 else 1024, in_features), dtype=np.float32)
+    x[::2, in_features - half:] = -x[::2, :half]
+    w = generator.standard_normal((512, in_features), dtype=np.float32)
+    w[:, in_features - half:] = w[:, :half] * (1 + w[:, in_features - half:] / 64)
+    return x.astype(dtype), w.astype(dtype), generator.standard_normal(4099, dtype=np.float32)
 
 
 def _repeated(block, rows):

@@ -7,13 +7,18 @@ product is asked for transposed.
 from .columns import add_column_sums
 from .cublas import gemm
 from .device import empty
-from .exact import set_policy, way_to_multiply
+from .exact import next_bucket, set_policy, way_to_multiply
 from .loader import load
 
 
 def set_exact(policy: str):
     """auto, true or false: whether decoding and training must compute the same bits; see exact.py. For the whole process."""
     set_policy(policy)
+
+
+def row_bucket(rows: int) -> int:
+    """The number of rows at which a step of `rows` rows is best run: products then need no copy of their input with rows added (exact.py)."""
+    return next_bucket(rows)
 
 
 def linear_forward(x, w, bias=None):

@@ -46,6 +46,16 @@ def to_numpy(x):
     return np.asarray(x)
 
 
+def host_buffer(nbytes: int):
+    """Zeroed bytes on the host, (nbytes,) uint8, from where copies to the device are quickest."""
+    return np.zeros(nbytes, np.uint8)
+
+
+def upload(target, host):
+    """Copy `host` into the device array `target`. `host` must stay as it is until the device's next results were read."""
+    target[...] = host
+
+
 def synchronize():
     """Wait until the device has done what it was told."""
 
