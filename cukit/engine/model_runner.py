@@ -83,6 +83,7 @@ class ModelRunner:
         self.seen: np.ndarray | None = None  # (rows, V) tokens that occurred; made when a request first needs it
         self._inputs = DecodeInputs(self.backend, precise, self.backend.row_bucket(num_rows), self.block_tables.shape[1])
         self._steps: dict[tuple[int, int], tuple] = {}  # (rows, blocks) -> (host views, device views, the step)
+        self._replays = self.backend.Replays()
         self.allocate_cache()
 
     def allocate_cache(self) -> None:
@@ -95,7 +96,7 @@ class ModelRunner:
     def free_cache(self) -> None:
         self.kv = None
         self._steps.clear()  # they write into it
-        self.backend.free_replays()
+        self._replays = self.backend.Replays()
 
     # ---- rows ----
 
@@ -185,7 +186,7 @@ class ModelRunner:
             parameters = (device.temperature, device.top_k, device.top_p, device.min_p, device.seeds, device.places)
             return self.backend.sample(self._decode_logits(device), *parameters, self.vocab_size)
 
-        return host, device, step if self.enforce_eager else self.backend.replayed(step)
+        return host, device, step if self.enforce_eager else self._replays.step(step)
 
     @staticmethod
     def _fill_up(host, count: int) -> None:

@@ -332,6 +332,8 @@ def test_no_prompts():
         (lambda: tiny_llm(num_kv_blocks=3), ["12 tokens", "max_model_len=64", "num_kv_blocks"]),
         (lambda: tiny_llm(max_batch=3), ["max_batch", "max_num_seqs"]),
         (lambda: LLM(GOLDEN / "qwen3_tiny", device="cpu", gpu_memory=1), ["gpu_memory"]),
+        (lambda: tiny_llm(exact="yes"), ["exact", "auto, true, false", "'yes'"]),
+        (lambda: tiny_llm(exact=True), ["exact=true", "--device cuda", "exact=auto"]),
     ],
 )
 def test_refusals_name_the_value_the_limit_and_the_way_out(call, words):

@@ -56,15 +56,6 @@ def way_to_multiply(rows: int, out_features: int, in_features: int, dtype, biase
     return found[0] or rows, found[1]
 
 
-def summary() -> list[str]:
-    """One line a checked product: for `doctor` and for bug reports."""
-    lines = {}
-    for (weight, bucket), equal in _equal.items():
-        lines.setdefault(weight, {True: [], False: []})[equal].append(bucket)
-    return [f"weight ({outs}, {ins}) {dtype.name}{' with bias' if biased else ''}: same bits at {found[True]}, others at {found[False]}"
-            for (outs, ins, dtype, biased), found in lines.items()]
-
-
 def _choose(weight, bucket):
     if not _is_equal(weight, "in order") and not all(_raised(weight, small) for small in _small_buckets()):
         return 0, in_order_product

@@ -1,0 +1,89 @@
+"""The arena of captured steps: its book-keeping, without a GPU."""
+
+import random
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("cupy", reason="the arena hands out CuPy's memory pointers")
+from cukit.backend.cuda.arena import ALIGNMENT, SLAB_BYTES, Arena  # noqa: E402
+
+
+def make_arena(gap=0):
+    """An arena over addresses that nobody reads; gap: bytes between two slabs."""
+    made, end = [], [1 << 20]
+
+    def slab(size):
+        made.append((end[0], size))
+        end[0] += size + gap
+        return SimpleNamespace(ptr=made[-1][0])
+
+    return Arena(slab, device_id=0), made
+
+
+def test_freed_memory_is_used_again_and_joined():
+    arena, made = make_arena()
+    first, second, third = (arena.malloc(1000) for _ in range(3))
+    assert [p.ptr - made[0][0] for p in (first, second, third)] == [0, 1024, 2048]
+    del first, second
+    assert arena.malloc(2048).ptr == made[0][0], "two neighbours make room for one of both sizes"
+    assert arena.malloc(0).ptr % ALIGNMENT == 0
+    del third
+    assert arena.malloc(SLAB_BYTES).ptr == made[0][0] and len(made) == 1, "all of it is free again, as one range"
+
+
+def test_the_smallest_range_that_fits_is_taken():
+    arena, made = make_arena()
+    large, fence, small, fence_too = (arena.malloc(n * ALIGNMENT) for n in (8, 1, 2, 1))
+    place = small.ptr
+    del large, small
+    assert arena.malloc(2 * ALIGNMENT).ptr == place
+
+
+@pytest.mark.parametrize("gap", [0, 4096])
+def test_slabs_are_added_but_not_within_a_capture_and_never_joined(gap):
+    arena, made = make_arena(gap)
+    whole = arena.malloc(SLAB_BYTES)
+    arena.frozen = True
+    with pytest.raises(MemoryError, match="may not grow within a capture"):
+        arena.malloc(1)
+    arena.frozen = False
+    other = arena.malloc(2 * SLAB_BYTES)
+    assert arena.total_bytes == 3 * SLAB_BYTES and [size for _, size in made] == [SLAB_BYTES, 2 * SLAB_BYTES]
+    del whole, other
+    arena.malloc(3 * SLAB_BYTES)
+    assert len(made) == 3, "two slabs that happen to be neighbours are not one"
+
+
+def test_ranges_in_use_never_overlap():
+    arena, made = make_arena()
+    generator, held = random.Random(0), []
+    for _ in range(3000):
+        if held and generator.random() < 0.5:
+            held.pop(generator.randrange(len(held)))
+        else:
+            size = generator.choice([1, 700, 5000, 1 << 20, 9 << 20])
+            held.append((arena.malloc(size), size))
+        if len(held) > 60:
+            del held[:30]
+    ranges = sorted((pointer.ptr, pointer.ptr + size) for pointer, size in held)
+    assert all(end <= start for (_, end), (start, _) in zip(ranges, ranges[1:]))
+    assert all(any(start >= slab and end <= slab + size for slab, size in made) for start, end in ranges)
+    held.clear()
+    again = [arena.malloc(size) for _, size in made]
+    assert sorted(p.ptr for p in again) == sorted(slab for slab, _ in made), "nothing was lost"
+
+
+def test_memory_keeps_its_slab():
+    kept = []
+
+    class Slab(SimpleNamespace):
+        def __del__(self):
+            kept.append("gone")
+
+    arena = Arena(lambda size: Slab(ptr=1 << 20), device_id=0)
+    pointer = arena.malloc(10)
+    del arena
+    assert not kept
+    del pointer
+    assert kept == ["gone"]
