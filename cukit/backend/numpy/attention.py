@@ -11,7 +11,7 @@ from .device import accumulator
 
 
 def attention_forward(qkv, cu_seqlens, num_heads, num_kv_heads):
-    """Returns o (T, H·D) and lse (T, H), the base-e log-sum-exp of the scaled scores."""
+    """Returns o (T, H·D) and lse (T, H), the base-e log-sum-exp of the scaled scores. Rows from cu_seqlens[-1] on are 0."""
     heads = _heads(qkv, num_heads, num_kv_heads)
     o = np.empty((len(qkv), num_heads, heads.shape[2]), qkv.dtype)
     lse = np.empty((len(qkv), num_heads), accumulator(qkv.dtype))
@@ -19,6 +19,7 @@ def attention_forward(qkv, cu_seqlens, num_heads, num_kv_heads):
         q, k, v = np.split(heads[rows], [num_heads, num_heads + num_kv_heads], axis=2)
         group_o, group_lse = chunked_attention(q, k, v)
         o[rows], lse[rows] = group_o, group_lse.transpose(0, 2, 1)
+    o[cu_seqlens[-1]:], lse[cu_seqlens[-1]:] = 0, 0
     return o.reshape(len(qkv), num_heads * heads.shape[2]), lse
 
 
@@ -30,6 +31,7 @@ def attention_backward(do, qkv, o, lse, cu_seqlens, num_heads, num_kv_heads):
     dqkv = np.empty_like(heads)
     for rows in _groups(cu_seqlens):
         dqkv[rows] = _group_backward(do[rows], heads[rows], o[rows], lse[rows], num_heads, num_kv_heads)
+    dqkv[cu_seqlens[-1]:] = 0
     return dqkv.reshape(qkv.shape)
 
 
