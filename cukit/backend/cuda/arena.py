@@ -18,8 +18,9 @@ class Arena:
     A request takes the smallest free range that is large enough, at its beginning; where there is none a slab is added, unless `frozen`.
     """
 
-    def __init__(self, make_slab=None, device_id=-1):
-        self._make_slab, self._device_id = make_slab or _default_slab, device_id
+    def __init__(self, make_slab=None, device_id=None):
+        self._make_slab = make_slab or _default_slab
+        self._device_id = cp.cuda.runtime.getDevice() if device_id is None else device_id
         self._slabs = {}  # address -> memory
         self._starts, self._sizes = [], {}  # addresses of the free ranges, ascending; address -> bytes
         self.returned = []  # (address, bytes) of ranges whose last array went, at any moment: the garbage collector may run within malloc
