@@ -62,7 +62,7 @@ class GenerateBench(BenchOptions):
     workload: str = option("N", "N: 256 requests, prompts and outputs of 100 to 1,024 tokens, temperature 0.6; G: 64 prompts of 200, 8 samples of 512, "
                            "temperature 1; decode: 1 and 8 sequences, prompt 128, 256 tokens", WORKLOADS)
     scale: float | None = option(None, "multiplies counts and lengths; default: 1 on cuda, 0.1 on cpu")
-    repeats: int = option(2, "measured runs, after one with an eighth of the output")
+    repeats: int = option(2, "measured runs, after two that are not")
 
     def __post_init__(self):
         super().__post_init__()

@@ -151,7 +151,7 @@ class ModelRunner:
         if self._draws_plainly(rows):
             tokens, logprobs = self._on_host(*step(), len(rows))
         else:
-            logits = self._decode_logits(device)[: len(rows)]
+            logits = _decode_logits(self.model, self.kv, device)[: len(rows)]
             tokens, logprobs = self._draw(logits, rows, self.seeds[rows], self.lengths[rows])
         self.tokens[rows] = tokens
         self.lengths[rows] += 1
@@ -182,9 +182,11 @@ class ModelRunner:
         return host, device, step
 
     def _make_step(self, host, device) -> tuple:
+        model, kv, vocab_size = self.model, self.kv, self.vocab_size  # not self, which holds the step: a cycle would keep the cache
+
         def step():
             parameters = (device.temperature, device.top_k, device.top_p, device.min_p, device.seeds, device.places)
-            return self.backend.sample(self._decode_logits(device), *parameters, self.vocab_size)
+            return model.backend.sample(_decode_logits(model, kv, device), *parameters, vocab_size)
 
         return host, device, step if self.enforce_eager else self._replays.step(step)
 
@@ -194,10 +196,6 @@ class ModelRunner:
         for name, values in vars(host).items():
             if name not in ("tables", "upload"):
                 values[count:] = -1 if name == "slots" else 0
-
-    def _decode_logits(self, device):
-        attend = PagedDecode(self.kv, device.tables, device.context_lens, device.slots)
-        return self.model.logits(self.model.forward(device.tokens, device.positions, attend)).data
 
     def _draws_plainly(self, rows: np.ndarray) -> bool:
         """Whether the draw needs nothing but the filters: no row bans a stop id or has a penalty."""
@@ -267,3 +265,9 @@ class ModelRunner:
                 " load an earlier checkpoint"
             )
         return tokens, logprobs
+
+
+def _decode_logits(model, kv, inputs):
+    """Logits (rows, V) of a decode step on the device."""
+    attend = PagedDecode(kv, inputs.tables, inputs.context_lens, inputs.slots)
+    return model.logits(model.forward(inputs.tokens, inputs.positions, attend)).data

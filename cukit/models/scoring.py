@@ -10,15 +10,20 @@ from .attend import PackedCausal
 def pack(model, sequences):
     """Sequences (lists of ids) side by side, on the model's device: tokens (T,), positions (T,), PackedCausal.
 
-    T may be larger than their tokens, for products without a copy: rows after the last sequence belong to none and nobody reads them.
+    T may be larger than their tokens, for products without a copy: then a last sequence repeats the first token, whose numbers are as
+    finite as that token's, and nobody reads it.
     """
     be = model.backend
     lengths = np.fromiter((len(s) for s in sequences), np.int32, len(sequences))
     cu_seqlens = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-    used, rows = cu_seqlens[-1], be.row_bucket(int(cu_seqlens[-1]))
+    used = int(cu_seqlens[-1])
+    rows = be.row_bucket(used)
     tokens, positions = np.zeros(rows, np.int32), np.zeros(rows, np.int32)
     tokens[:used] = np.fromiter((t for s in sequences for t in s), np.int32, used)
     positions[:used] = np.arange(used, dtype=np.int32) - np.repeat(cu_seqlens[:-1], lengths)
+    if 0 < used < rows:
+        tokens[used:] = tokens[0]
+        cu_seqlens = np.append(cu_seqlens, np.int32(rows))
     return be.array(tokens), be.array(positions), PackedCausal(be.array(cu_seqlens))
 
 

@@ -1,5 +1,8 @@
 """The public face: what a user asks for, gets back, and is told when it cannot be."""
 
+import gc
+import weakref
+
 import numpy as np
 import pytest
 
@@ -357,3 +360,15 @@ def test_numpy_ids_and_stats():
     assert out.prompt_token_ids == prompt and type(out.outputs[0].token_ids[0]) is int
     assert (llm.stats.num_requests, llm.stats.num_prefill_tokens, llm.stats.num_generated_tokens) == (1, 9, 4)
     assert llm.stats.num_steps == 4
+
+
+def test_an_engine_that_nobody_holds_gives_its_cache_back_at_once():
+    llm = tiny_llm()
+    llm.generate([[1, 2, 3]], greedy(max_tokens=4))
+    cache = weakref.ref(llm._runner.kv[0][0])
+    gc.disable()  # a cycle would keep the cache until the collector happens to run
+    try:
+        del llm
+        assert cache() is None
+    finally:
+        gc.enable()

@@ -108,12 +108,22 @@ def test_our_own_product_takes_over_where_cublas_does_not_add_in_order(monkeypat
     assert ways == [(3, products.in_order_product), (128, products.cublas_product) if adds_in_order else (60, products.in_order_product), large]
 
 
-def test_exact_policies():
+def test_exact_policies(monkeypatch):
+    from cukit.backend.cuda import exact
+
     be = backend_for("cuda")
+    monkeypatch.setattr(exact, "_policy", "auto")
+    monkeypatch.setattr(exact, "_in_use", False)
     with pytest.raises(ValueError, match="choose auto, true or false"):
         be.set_exact("yes")
     be.set_exact("false")
     be.set_exact("auto")
+    be.linear_forward(be.zeros((1, 8), "float32"), be.zeros((4, 8), "float32"))
+    be.set_exact("true")
+    be.set_exact("auto")
+    assert exact._policy == "true", "another engine's default must not take a promise away"
+    with pytest.raises(ValueError, match="exact=false comes after products with exact=true"):
+        be.set_exact("false")
 
 
 def test_captured_products_replay_with_the_same_bits():

@@ -19,20 +19,26 @@ from .products import cublas_product, in_order_product
 REFERENCE_ROWS = 4096
 LARGEST_RAISE = 512  # how far a small row count is raised in search of equal bits
 
-_policy = "auto"
+_policy, _in_use = "auto", False
 _ways: dict[tuple, tuple] = {}  # (weight, bucket asked for) -> (rows to run or 0 for as many as there are, product)
 _equal: dict[tuple, bool] = {}  # (weight, bucket) -> cuBLAS gives the reference's bits; bucket "in order": our own product does
 # where a weight is (out, in, dtype, biased)
 
 
 def set_policy(policy: str):
-    """auto: one line on stderr where no product is exact; true: ValueError there; false: plain cuBLAS, no comparison."""
+    """auto: one line on stderr where no product is exact; true: ValueError there; false: plain cuBLAS, no comparison.
+
+    For the whole process: auto leaves an earlier true as it is, and once a product was made false can neither come nor go.
+    """
     global _policy
     if policy not in ("auto", "true", "false"):
         raise ValueError(f"exact={policy!r} is not known: choose auto, true or false")
-    if policy != _policy:
-        _policy = policy
-        _ways.clear()
+    if policy == _policy or (policy == "auto" and _policy == "true"):
+        return
+    if _in_use and "false" in (policy, _policy):
+        raise ValueError(f"exact={policy} comes after products with exact={_policy}, whose bits may differ: choose it before the first model "
+                         f"runs in a process, or keep exact={_policy}")
+    _policy = policy
 
 
 def next_bucket(rows: int) -> int:
@@ -45,6 +51,8 @@ def next_bucket(rows: int) -> int:
 
 def way_to_multiply(rows: int, out_features: int, in_features: int, dtype, biased: bool):
     """(rows to run, product function) for `rows` rows; the first time for a bucket this compares bits on the device."""
+    global _in_use
+    _in_use = True
     if rows == 0 or dtype.itemsize == 8 or _policy == "false":
         return rows, cublas_product
     if dtype.itemsize == 4:  # for the bits, and because our sums lose fewer digits than cuBLAS's single chain
@@ -65,7 +73,7 @@ def _choose(weight, bucket):
     if _is_equal(weight, "in order"):
         return 0, in_order_product
     outs, ins, dtype, _ = weight
-    message = f"{bucket} rows and a weight ({outs}, {ins}) in {dtype.name} do not give the bits of {REFERENCE_ROWS} rows"
+    message = f"{bucket} rows and a weight ({outs}, {ins}) in {dtype.name} do not give the bits of a large product"
     if _policy == "true":
         raise ValueError(f"exact=true cannot be kept: {message}; use exact=auto")
     print(f"exact: {message}; log-probs of decoding and of training may differ in their last bits", file=sys.stderr)
@@ -94,7 +102,9 @@ def _is_equal(weight, bucket) -> bool:
     if found is None:
         if cp.cuda.get_current_stream().is_capturing():
             raise RuntimeError(f"the product with a weight {weight} was not checked at {bucket} rows before the capture: run it once outside first")
-        found = _equal[weight, bucket] = _compare(*weight, bucket)
+        # not from the memory of a captured step, which would keep what is needed once
+        with cp.cuda.Stream.null, cp.cuda.using_allocator(cp.get_default_memory_pool().malloc):
+            found = _equal[weight, bucket] = _compare(*weight, bucket)
     return found
 
 

@@ -51,20 +51,20 @@ class _Step:
         return self._result
 
     def _capture(self) -> bool:
-        stream = _stream()
-        with stream, cp.cuda.using_allocator(self._arena.malloc):
-            self._arena.frozen = True
-            stream.begin_capture()
+        stream, arena = _stream(), self._arena
+        with stream, cp.cuda.using_allocator(arena.malloc):
             try:
-                self._result = self._function()
-                self._graph = stream.end_capture()
+                arena.frozen = True
+                stream.begin_capture()
+                result = self._function()
+                self._graph, self._result = stream.end_capture(), result
             except Exception as error:
-                with contextlib.suppress(Exception):
-                    stream.end_capture()
-                self._result = None
                 self._failures += 1
                 if self._failures == ATTEMPTS:
                     print(f"this step runs without a CUDA graph, which could not be captured: {error}", file=sys.stderr)
             finally:
-                self._arena.frozen = False
+                arena.frozen = False
+                if self._graph is None:  # also after an interrupt: a stream left in capture would refuse all other work
+                    with contextlib.suppress(Exception):
+                        stream.end_capture()
         return self._graph is not None
