@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 import cukit
-from cukit.bench import BENCHMARKS, GenerateBench, KernelsBench, TrainBench
+from cukit.bench import GenerateBench, KernelsBench, TrainBench
 from cukit.config import DTYPES, EngineConfig, GRPOConfig, SamplingParams, SFTConfig, option
 from cukit.options import Command, engine_options, make, parse, resolve
 
@@ -220,7 +220,7 @@ def doctor(values: dict) -> None:
     print(f"device auto means {backend_for('auto').name}")
 
 
-def kernels(values: dict) -> None:
+def kernels_build(values: dict) -> None:
     """Compile every kernel ahead, for this machine's use or for a look at registers and spills; needs no GPU."""
     from cukit.backend import kernel_compiler
 
@@ -274,7 +274,7 @@ COMMANDS = {
                         without=("logprobs",), bundled={"model": TINY_MODEL}),
     "eval": Command(evaluate, "accuracy of a model on rows with a reward", (EvalOptions, SamplingParams, EngineConfig),
                     without=("logprobs",), bundled={"model": TINY_MODEL, "data": TEST_ROWS, "reward_funcs": ["gsm8k"]}),
-    "kernels": Command(kernels, "kernels build: compile all CUDA kernels ahead", (KernelsOptions,), action="build"),
+    "kernels build": Command(kernels_build, "compile all CUDA kernels ahead", (KernelsOptions,)),
     "bench kernels": Command(bench_kernels, "time of each array function against the device's limits", (KernelsBench,)),
     "bench generate": Command(bench_generate, "speed of the engine on a workload of random tokens", (GenerateBench, EngineConfig)),
     "bench train": Command(bench_train, "speed and memory of training on random tokens", (TrainBench,)),
@@ -282,20 +282,10 @@ COMMANDS = {
 }
 
 
-def _joined(argv: list[str]) -> list[str]:
-    """bench kernels as one word, since each benchmark has options of its own."""
-    if argv[:1] != ["bench"]:
-        return argv
-    if len(argv) < 2 or argv[1] not in BENCHMARKS:
-        given = f", got {argv[1]!r}" if len(argv) > 1 else ""
-        raise ValueError(f"bench must be followed by {', '.join(BENCHMARKS)}{given}; each has its own --help")
-    return [f"bench {argv[1]}", *argv[2:]]
-
-
 def main(argv: list[str] | None = None) -> int:
     """Run one command; returns the exit code: 0, 2 after a user's mistake, 130 after an interruption."""
     try:
-        name, given = parse(COMMANDS, _joined(sys.argv[1:] if argv is None else argv))
+        name, given = parse(COMMANDS, sys.argv[1:] if argv is None else argv)
         command = COMMANDS[name]
         return command.run(resolve(command, given)) or 0
     except KeyboardInterrupt:

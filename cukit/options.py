@@ -27,7 +27,6 @@ class Command:
     parts: tuple[type, ...]  # the dataclasses whose fields are its options; the first to have a name wins
     without: tuple[str, ...] = ()  # fields that are no options here
     recipe: str | None = None  # runs without --config and --model
-    action: str | None = None  # a word that must follow the command: cukit kernels build
     bundled: dict[str, Any] = field(default_factory=dict)  # stands in for what neither options nor --config name
 
 
@@ -47,17 +46,28 @@ def parse(commands: dict[str, Command], argv: list[str]) -> tuple[str, dict]:
     for name, command in commands.items():
         add_options(subparsers.add_parser(name, help=command.help, description=command.help.capitalize() + ".",
                                           usage=f"cukit {name} [--option value ...]", allow_abbrev=False), command)
+    argv = _joined(commands, argv)
     if argv and not argv[0].startswith("-") and argv[0] not in commands:
         raise ValueError(f"unknown command {argv[0]!r}{nearest(argv[0], commands)}; the commands are {', '.join(commands)}")
     namespace, unknown = parser.parse_known_args([_underscored(word) for word in argv] or ["--help"])
     given = vars(namespace)
     name = given.pop("command")
-    given.pop("action", None)
     if unknown:
         word = unknown[0].partition("=")[0]
         known = [*command_fields(commands[name]), "config"]
         raise ValueError(f"unknown option {word}{nearest(word.lstrip('-'), known, '--')}")
     return name, coerce_all(commands[name], given, "--")
+
+
+def _joined(commands: dict[str, Command], argv: list[str]) -> list[str]:
+    """The two words of a command such as `kernels build` as one."""
+    seconds = [name.partition(" ")[2] for name in commands if argv and name.startswith(f"{argv[0]} ")]
+    if not seconds:
+        return argv
+    if len(argv) < 2 or argv[1] not in seconds:
+        given = f", got {argv[1]!r}" if len(argv) > 1 else ""
+        raise ValueError(f"{argv[0]} must be followed by {', '.join(seconds)}{given}; each has its own --help")
+    return [f"{argv[0]} {argv[1]}", *argv[2:]]
 
 
 def _underscored(word: str) -> str:
@@ -67,9 +77,7 @@ def _underscored(word: str) -> str:
 
 
 def add_options(parser: argparse.ArgumentParser, command: Command) -> None:
-    if command.action:
-        parser.add_argument("action", choices=(command.action,))
-    elif command.parts:
+    if command.parts:
         parser.add_argument("--config", default=argparse.SUPPRESS, metavar="FILE", help="YAML file of options; options given here override it")
     for name, item in command_fields(command).items():
         kind = without_none(item.type)

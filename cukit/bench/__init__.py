@@ -5,7 +5,6 @@ from pathlib import Path
 
 from ..config import DTYPES, option
 
-BENCHMARKS = ("kernels", "generate", "train")
 WORKLOADS = ("N", "G", "decode")
 
 

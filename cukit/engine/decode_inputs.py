@@ -8,9 +8,9 @@ import numpy as np
 
 # Name -> dtype of one entry a row; float stands for the model's accumulator. The widest first, so that each is aligned.
 FIELDS = {
-    "slots": np.int64,  # where the newest token's keys and values go; -1: nowhere
+    "slot_mapping": np.int64,  # where the newest token's keys and values go; -1: nowhere
     "seeds": np.uint64,
-    "places": np.int64,  # where in its sequence the drawn token will stand
+    "draw_positions": np.int64,  # where in its sequence the drawn token will stand
     "temperature": float,
     "top_p": float,
     "min_p": float,
@@ -30,7 +30,7 @@ class DecodeInputs:
         self._host, self._device = backend.host_buffer(nbytes), backend.empty((nbytes,), np.uint8)
 
     def views(self, rows: int, blocks: int) -> tuple[SimpleNamespace, SimpleNamespace]:
-        """(host, device): each field (rows,), and tables (rows, blocks). host.upload() copies all of them to the device's."""
+        """(host, device): each field (rows,), and block_tables (rows, blocks). host.upload() copies all of them to the device's."""
         layout, nbytes = self._layout(rows, blocks)
         host, device = (
             SimpleNamespace(**{name: buffer[start:stop].view(dtype).reshape(shape) for name, dtype, shape, start, stop in layout})
@@ -43,9 +43,9 @@ class DecodeInputs:
     def _layout(self, rows: int, blocks: int) -> tuple[list, int]:
         """([(name, dtype, shape, first byte, end)], bytes in all)."""
         layout, end = [], 0
-        for name, dtype in [*FIELDS.items(), ("tables", np.int32)]:
+        for name, dtype in [*FIELDS.items(), ("block_tables", np.int32)]:
             dtype = self._precise if dtype is float else np.dtype(dtype)
-            shape = (rows, blocks) if name == "tables" else (rows,)
-            start, end = end, end + dtype.itemsize * rows * (blocks if name == "tables" else 1)
+            shape = (rows, blocks) if name == "block_tables" else (rows,)
+            start, end = end, end + dtype.itemsize * rows * (blocks if name == "block_tables" else 1)
             layout.append((name, dtype, shape, start, end))
         return layout, end

@@ -83,7 +83,7 @@ class ModelRunner:
         self.seen: np.ndarray | None = None  # (rows, V) tokens that occurred; made when a request first needs it
         self._inputs = DecodeInputs(self.backend, precise, self.backend.row_bucket(num_rows), self.block_tables.shape[1])
         self._steps: dict[tuple[int, int], tuple] = {}  # (rows, blocks) -> (host views, device views, the step)
-        self._replays = self.backend.Replays()
+        self._graphs = self.backend.Graphs()
         self.allocate_cache()
 
     def allocate_cache(self) -> None:
@@ -96,7 +96,7 @@ class ModelRunner:
     def free_cache(self) -> None:
         self.kv = None
         self._steps.clear()  # they write into it
-        self._replays = self.backend.Replays()
+        self._graphs = self.backend.Graphs()
 
     # ---- rows ----
 
@@ -171,10 +171,10 @@ class ModelRunner:
                 self._steps.clear()
             self._steps[key] = self._make_step(*self._inputs.views(*key))
         host, device, step = self._steps[key]
-        host.slots[:count] = self.block_tables[rows, block_indices].astype(np.int64) * self.block_size + offsets
+        host.slot_mapping[:count] = self.block_tables[rows, block_indices].astype(np.int64) * self.block_size + offsets
         host.positions[:count] = lengths - 1
-        host.context_lens[:count] = host.places[:count] = lengths
-        host.tables[:count] = self.block_tables[rows, :blocks]
+        host.context_lens[:count] = host.draw_positions[:count] = lengths
+        host.block_tables[:count] = self.block_tables[rows, :blocks]
         for name in ("tokens", "seeds", "temperature", "top_k", "top_p", "min_p"):
             getattr(host, name)[:count] = getattr(self, name)[rows]
         if count < key[0]:
@@ -185,17 +185,17 @@ class ModelRunner:
         model, kv, vocab_size = self.model, self.kv, self.vocab_size  # not self, which holds the step: a cycle would keep the cache
 
         def step():
-            parameters = (device.temperature, device.top_k, device.top_p, device.min_p, device.seeds, device.places)
+            parameters = (device.temperature, device.top_k, device.top_p, device.min_p, device.seeds, device.draw_positions)
             return model.backend.sample(_decode_logits(model, kv, device), *parameters, vocab_size)
 
-        return host, device, step if self.enforce_eager else self._replays.step(step)
+        return host, device, step if self.enforce_eager else self._graphs.graphed(step)
 
     @staticmethod
     def _fill_up(host, count: int) -> None:
         """Rows from count on do nothing: no context, no slot, a greedy draw that nobody reads."""
         for name, values in vars(host).items():
-            if name not in ("tables", "upload"):
-                values[count:] = -1 if name == "slots" else 0
+            if name not in ("block_tables", "upload"):
+                values[count:] = -1 if name == "slot_mapping" else 0
 
     def _draws_plainly(self, rows: np.ndarray) -> bool:
         """Whether the draw needs nothing but the filters: no row bans a stop id or has a penalty."""
@@ -269,5 +269,5 @@ class ModelRunner:
 
 def _decode_logits(model, kv, inputs):
     """Logits (rows, V) of a decode step on the device."""
-    attend = PagedDecode(kv, inputs.tables, inputs.context_lens, inputs.slots)
+    attend = PagedDecode(kv, inputs.block_tables, inputs.context_lens, inputs.slot_mapping)
     return model.logits(model.forward(inputs.tokens, inputs.positions, attend)).data

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import signal
 import threading
+from abc import ABC, abstractmethod
 from dataclasses import asdict
 from pathlib import Path
 
@@ -41,7 +42,7 @@ class TrainerCallback:
         """After the last step and the last checkpoint."""
 
 
-class Trainer:
+class Trainer(ABC):
     """See SFTTrainer and GRPOTrainer. `model`: a model folder, or a Decoder (then with processing_class)."""
 
     label = "run"
@@ -80,47 +81,50 @@ class Trainer:
         self.global_step, self.num_tokens, self.evaluations = 0, 0, []
         self.timer, self._epoch_ended = Timer(), False
 
-    # ---- hooks of a method ----
+    # ---- hooks of a method; those that are not abstract may stay as they are ----
 
     def load_model(self, folder, device: str, dtype: str) -> Decoder:
         return load_model(folder, device, dtype)
 
+    @abstractmethod
     def prepare_rows(self, rows: list[dict], name: str) -> list:
         """Tokenise and check the rows once, before anything runs."""
-        raise NotImplementedError
 
+    @abstractmethod
     def count_steps(self) -> int:
         """Optimizer steps of the whole run."""
-        raise NotImplementedError
 
+    @abstractmethod
     def make_batch(self, step: int) -> tuple[list, dict]:
         """The micro-batches of optimizer step `step` (from 0), and metrics known before training on them."""
-        raise NotImplementedError
 
+    @abstractmethod
     def compute_loss(self, micro_batch):
         """(loss Tensor, {name: array}) of one micro-batch. A step adds them up; of names max/… it takes the largest."""
-        raise NotImplementedError
 
+    @abstractmethod
     def step_metrics(self, sums: dict) -> dict:
         """Metrics of a step from the added-up arrays of compute_loss (now on the host)."""
-        raise NotImplementedError
 
+    @abstractmethod
     def run_evaluation(self) -> dict:
         """Metrics (eval/…) of the model as it is now."""
-        raise NotImplementedError
 
-    def weights_changed(self):
+    def weights_changed(self) -> None:
         """Called after every update and after a checkpoint was loaded."""
+        return None
 
-    def after_update(self):
+    def after_update(self) -> None:
         """Called after every update."""
+        return None
 
     def method_state(self) -> tuple[dict, dict]:
         """What an exact resume needs beyond weights, optimizer and counters: (arrays, JSON values)."""
         return {}, {}
 
-    def load_method_state(self, arrays: dict, values: dict):
+    def load_method_state(self, arrays: dict, values: dict) -> None:
         """Take back what method_state() gave."""
+        return None
 
     # ---- the public face ----
 

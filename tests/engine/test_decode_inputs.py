@@ -12,7 +12,7 @@ def test_one_upload_brings_every_field(precise):
     inputs = DecodeInputs(backend, precise, 7, 5)
     for rows, blocks in ((7, 5), (1, 1), (3, 4)):
         host, device = inputs.views(rows, blocks)
-        shapes = dict.fromkeys(FIELDS, (rows,)) | {"tables": (rows, blocks)}
+        shapes = dict.fromkeys(FIELDS, (rows,)) | {"block_tables": (rows, blocks)}
         for number, (name, shape) in enumerate(shapes.items()):
             view = getattr(host, name)
             assert view.shape == getattr(device, name).shape == shape

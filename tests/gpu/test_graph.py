@@ -23,7 +23,7 @@ def test_a_replay_reads_the_inputs_of_its_moment():
         calls.append(None)
         return be.linear_forward(x, w)
 
-    step = be.Replays().step(function)
+    step = be.Graphs().graphed(function)
     for number in range(5):
         x[...] = number
         result = be.to_numpy(step())
@@ -39,7 +39,7 @@ def test_a_step_that_cannot_be_captured_goes_on_without(capfd):
         x[...] = float(be.to_numpy(x).sum()) / 4 + 1  # waits for the device, which a capture refuses
         return x
 
-    step = be.Replays().step(function)
+    step = be.Graphs().graphed(function)
     for number in range(4):
         assert be.to_numpy(step()).tolist() == [number + 1] * 4
     assert capfd.readouterr().err.count("without a CUDA graph") == 1

@@ -99,11 +99,11 @@ def test_our_own_product_takes_over_where_cublas_does_not_add_in_order(monkeypat
     """A cuBLAS that gives the reference's bits above 100 rows only, on a card whose chain is or is not the reference's."""
     from cukit.backend.cuda import exact, products
 
-    monkeypatch.setattr(exact, "_ways", {})
+    monkeypatch.setattr(exact, "_chosen", {})
     monkeypatch.setattr(exact, "_equal", {})
     monkeypatch.setattr(exact, "LARGEST_RAISE", 64)
     monkeypatch.setattr(exact, "_compare", lambda outs, ins, dtype, biased, bucket: adds_in_order if bucket == "in order" else bucket > 100)
-    ways = [exact.way_to_multiply(rows, 64, 64, np.dtype(np.float16), False) for rows in (3, 60, 1000)]
+    ways = [exact.choose_product(rows, 64, 64, np.dtype(np.float16), False) for rows in (3, 60, 1000)]
     large = (1024, products.cublas_product) if adds_in_order else (1000, products.in_order_product)
     assert ways == [(3, products.in_order_product), (128, products.cublas_product) if adds_in_order else (60, products.in_order_product), large]
 

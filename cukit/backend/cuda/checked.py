@@ -13,7 +13,7 @@ import sys
 import cupy as cp
 import numpy as np
 
-NOT_COMPARED = {"Replays", "accumulator", "array", "device_name", "dtype_of", "empty", "host_buffer", "memory_info", "row_bucket", "set_exact",
+NOT_COMPARED = {"Graphs", "accumulator", "array", "device_name", "dtype_of", "empty", "host_buffer", "memory_info", "row_bucket", "set_exact",
                 "synchronize", "to_numpy", "upload", "zeros"}
 DIFFERENCES = {"sample", "token_logprobs_forward"}  # their results are differences of logits: the ulp is that of the largest logit
 ULPS = {"bfloat16": 2, "float16": 2, "float32": 64, "float64": 64}

@@ -20,7 +20,7 @@ REFERENCE_ROWS = 4096
 LARGEST_RAISE = 512  # how far a small row count is raised in search of equal bits
 
 _policy, _in_use = "auto", False
-_ways: dict[tuple, tuple] = {}  # (weight, bucket asked for) -> (rows to run or 0 for as many as there are, product)
+_chosen: dict[tuple, tuple] = {}  # (weight, bucket asked for) -> (rows to run or 0 for as many as there are, product)
 _equal: dict[tuple, bool] = {}  # (weight, bucket) -> cuBLAS gives the reference's bits; bucket "in order": our own product does
 # where a weight is (out, in, dtype, biased)
 
@@ -49,7 +49,7 @@ def next_bucket(rows: int) -> int:
     return -(-rows // step) * step
 
 
-def way_to_multiply(rows: int, out_features: int, in_features: int, dtype, biased: bool):
+def choose_product(rows: int, out_features: int, in_features: int, dtype, biased: bool):
     """(rows to run, product function) for `rows` rows; the first time for a bucket this compares bits on the device."""
     global _in_use
     _in_use = True
@@ -58,9 +58,9 @@ def way_to_multiply(rows: int, out_features: int, in_features: int, dtype, biase
     if dtype.itemsize == 4:  # for the bits, and because our sums lose fewer digits than cuBLAS's single chain
         return rows, in_order_product
     key = (out_features, in_features, dtype, biased), next_bucket(rows)
-    found = _ways.get(key)
+    found = _chosen.get(key)
     if found is None:
-        found = _ways[key] = _choose(*key)
+        found = _chosen[key] = _choose(*key)
     return found[0] or rows, found[1]
 
 

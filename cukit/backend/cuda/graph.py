@@ -1,7 +1,7 @@
 """Steps that are done again and again, as CUDA graphs: hundreds of launches become one (252 cost the host over 2 ms, a graph 0.02 ms).
 
 A step runs plainly at its first call, which compiles kernels, compares products (exact.py) and lets the arena grow; its second call is
-captured. The steps of one Replays run one after the other, hence share their temporary memory.
+captured. The steps of one Graphs run one after the other, hence share their temporary memory.
 """
 
 import contextlib
@@ -16,13 +16,13 @@ from .loader import CHECK
 ATTEMPTS = 2  # a capture fails where the arena lacks a range of the right size; the plain call after it makes one
 
 
-class Replays:
+class Graphs:
     """Steps that share memory."""
 
     def __init__(self):
         self._arena = Arena()
 
-    def step(self, function):
+    def graphed(self, function):
         """A callable that does what `function()` does, at its lowest cost; a step's results may be overwritten by the next call of any step.
 
         `function` reads and writes fixed arrays only, and neither waits for the device nor asks it for values.

@@ -7,7 +7,7 @@ product is asked for transposed.
 from .columns import add_column_sums
 from .cublas import gemm
 from .device import empty
-from .exact import next_bucket, set_policy, way_to_multiply
+from .exact import choose_product, next_bucket, set_policy
 from .loader import load
 
 
@@ -26,7 +26,7 @@ def linear_forward(x, w, bias=None):
     _check("linear_forward", x, w, x.shape[1], w.shape[1])
     if bias is not None and (bias.shape != (w.shape[0],) or bias.dtype != w.dtype):
         raise ValueError(f"bias {bias.shape} {bias.dtype} does not fit w {w.shape} {w.dtype}")
-    run, product = way_to_multiply(len(x), w.shape[0], w.shape[1], x.dtype, bias is not None)
+    run, product = choose_product(len(x), w.shape[0], w.shape[1], x.dtype, bias is not None)
     if run == len(x):
         return product(x, w, bias)
     padded = empty((run, x.shape[1]), x.dtype)
