@@ -47,16 +47,26 @@ class Module:
         if dtype is not None:
             self._types["SCALAR"] = compiler.SCALAR_TYPES[self._defines["SCALAR"]]
         self._raw = None
+        self._constants = {}
 
     def __getattr__(self, name):
         signatures = parse_signatures(compiler.source(self._family))
         if name not in signatures:
             raise AttributeError(f"kernels/{self._family}.cu has no kernel {name!r}: it has {', '.join(signatures)}")
-        if self._raw is None:
-            self._raw = self._compile()
-        kernel = Kernel(f"{self._family}.{name}", self._raw.get_function(name), signatures[name], self._types)
+        kernel = Kernel(f"{self._family}.{name}", self._compiled().get_function(name), signatures[name], self._types)
         setattr(self, name, kernel)  # the next look-up does not come here
         return kernel
+
+    def constants(self, name: str, count: int) -> list[int]:
+        """The values of `extern "C" __constant__ int name[count]` in the source: what it fixes for this variant and card."""
+        if name not in self._constants:
+            self._constants[name] = cp.ndarray((count,), np.int32, self._compiled().get_global(name)).get().tolist()
+        return self._constants[name]
+
+    def _compiled(self):
+        if self._raw is None:
+            self._raw = self._compile()
+        return self._raw
 
     def _compile(self):
         arch = _architecture()
