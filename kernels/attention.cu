@@ -63,7 +63,7 @@ attention_backward_q(SCALAR* dqkv, const SCALAR* do_, const SCALAR* qkv, const f
 }
 
 // The k and v parts of dqkv. Block = KEY_ROWS keys of one kv head, the first pieces (with the most queries) first within a sequence.
-extern "C" __global__ void __launch_bounds__(ATTENTION_THREADS, BLOCKS_AN_SM)
+extern "C" __global__ void __launch_bounds__(ATTENTION_THREADS, KEY_BLOCKS_AN_SM)
 attention_backward_kv(SCALAR* dqkv, const SCALAR* do_, const SCALAR* qkv, const float* lse, const float* delta, const int* cu_seqlens,
                       int total_tokens, int num_seqs, int num_heads, int num_kv_heads, float scale) {
     const int kv_head = blockIdx.x % num_kv_heads;

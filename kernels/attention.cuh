@@ -46,6 +46,7 @@ __device__ inline Piece find_piece(const int* cu_seqlens, int num_seqs, int tota
 
 // Rows of one head in a packed array: row i at base + i * stride.
 struct PackedRows {
+    static constexpr bool PAGED = false;
     const SCALAR* base;
     int stride;
     __device__ __forceinline__ const SCALAR* row(int i) const { return base + (long long)i * stride; }
@@ -53,6 +54,7 @@ struct PackedRows {
 
 // Rows of one kv head in a paged cache (num_blocks, block_size, K, D): base is cache + head * D, stride K * D.
 struct PagedRows {
+    static constexpr bool PAGED = true;
     const SCALAR* base;
     const int* table;
     unsigned block_size;
@@ -62,6 +64,14 @@ struct PagedRows {
         return table[block] * block_size + ((unsigned)i - block * block_size);
     }
     __device__ __forceinline__ const SCALAR* row(int i) const { return base + (long long)slot(i) * stride; }
+};
+
+// Rows of a paged cache whose slots have been looked up: slots[i] belongs to key first + i.
+struct SlotRows {
+    const SCALAR* base;
+    const int* slots;
+    int first, stride;
+    __device__ __forceinline__ const SCALAR* row(int i) const { return base + (long long)slots[i - first] * stride; }
 };
 
 // What a gradient kernel knows of one sequence: row t of head h of qkv at qkv + t * row_stride + h * HEAD_DIM, of o's gradient at
@@ -76,7 +86,7 @@ struct Sequence {
     __device__ __forceinline__ int row_stride() const { return (num_heads + 2 * num_kv_heads) * HEAD_DIM; }
     __device__ __forceinline__ PackedRows head(int h) const { return {qkv + h * HEAD_DIM, row_stride()}; }
     __device__ __forceinline__ PackedRows head_do(int h) const { return {do_ + h * HEAD_DIM, num_heads * HEAD_DIM}; }
-    __device__ __forceinline__ SCALAR* gradient(int h, int row) const { return row < length ? dqkv + (long long)row * row_stride() + h * HEAD_DIM : nullptr; }
+    __device__ __forceinline__ SCALAR* gradient(int h, int row) const { return dqkv + (long long)row * row_stride() + h * HEAD_DIM; }
 };
 
 // Zero rows first ... first + rows - 1 (below count) of D values at base + row * stride: the result of rows that belong to no sequence.
@@ -119,3 +129,6 @@ __device__ __forceinline__ float natural_lse(float maximum, float total) {
 #include "attention_mma.cuh"
 #include "attention_mma_backward.cuh"
 #endif
+
+// What a launcher must know; see attention.py.
+extern "C" __constant__ int attention_geometry[5] = {QUERY_TILE, ATTENTION_THREADS, FORWARD_SHARED, QUERY_GRADIENT_SHARED, KEY_GRADIENT_SHARED};

@@ -5,10 +5,11 @@
 #include "attention.cuh"
 
 constexpr int ATTENTION_THREADS = 128;
-constexpr int BLOCKS_AN_SM = 4;  // left alone, the compiler saves registers by spilling
+constexpr int BLOCKS_AN_SM = 4, KEY_BLOCKS_AN_SM = 4;  // left alone, the compiler saves registers by spilling
 constexpr int QUERY_TILE = ATTENTION_THREADS / WARP;  // one row a warp
 constexpr int KEY_ROWS = QUERY_TILE;
 constexpr int CHUNK_THREADS = 32;
+constexpr int FORWARD_SHARED = 0, QUERY_GRADIENT_SHARED = 0, KEY_GRADIENT_SHARED = 0;
 constexpr int SHARE = (HEAD_DIM + WARP - 1) / WARP;
 
 // This lane's share of a row, zeros past its end (or where the row is null).

@@ -35,15 +35,18 @@ __device__ __forceinline__ void load_matrices_transposed(unsigned (&r)[4], const
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared_address(row)) : "memory");
 }
 
-// Start a copy of BYTES (8 or 16) from global to shared memory; where not `present`, zeros are written and nothing is read.
+// Start a copy of BYTES (4, 8 or 16) from global to shared memory; where not `present`, zeros are written and nothing is read.
 template <int BYTES>
-__device__ __forceinline__ void copy_async(void* to, const void* from, bool present) {
+__device__ __forceinline__ void copy_async(unsigned to, const void* from, bool present) {
     int read = present ? BYTES : 0;
     if constexpr (BYTES == 16)
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "r"(read) : "memory");
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(read) : "memory");
     else
-        asm volatile("cp.async.ca.shared.global [%0], [%1], %3, %2;" ::"r"(shared_address(to)), "l"(from), "r"(read), "n"(BYTES) : "memory");
+        asm volatile("cp.async.ca.shared.global [%0], [%1], %3, %2;" ::"r"(to), "l"(from), "r"(read), "n"(BYTES) : "memory");
 }
+
+template <int BYTES>
+__device__ __forceinline__ void copy_async(void* to, const void* from, bool present) { copy_async<BYTES>(shared_address(to), from, present); }
 
 __device__ __forceinline__ void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 

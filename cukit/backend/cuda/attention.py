@@ -3,20 +3,19 @@
 kernels/attention.cuh says how keys are reduced, which decoding shares.
 """
 
-from functools import cache
 from typing import NamedTuple
 
 import numpy as np
 
 from .device import empty
-from .loader import load
+from .loader import Module, load
 
 LOG2_E = 1.4426950408889634
 MAX_HEAD_DIM = 256
 
 
 class _Geometry(NamedTuple):
-    """What attention_mma.cuh and attention_ffma.cuh fix for a dtype and head_dim: tile heights, threads a block, bytes of dynamic shared memory."""
+    """What a variant of the kernels fixes (attention_geometry in attention.cuh): tile height, threads a block, bytes of dynamic shared memory."""
 
     query_tile: int
     threads: int
@@ -25,17 +24,10 @@ class _Geometry(NamedTuple):
     key_gradient_shared: int
 
 
-@cache
-def _geometry(dtype, head_dim) -> _Geometry:
-    if dtype == np.float32:
-        return _Geometry(4, 128, 0, 0, 0)
-    padded = -(-head_dim // 16) * 16
-    row, step = 2 * (padded + 8), 32
-    warps, key_tile, stages, running = (2, 32, 1, 2 * 16 * padded * 4) if padded > 128 else (4, 64, 2, 0)
-    return _Geometry(16 * warps, 32 * warps,
-                     (16 * warps + stages * 2 * key_tile) * row + running,
-                     stages * 2 * step * row,
-                     (2 * 16 * warps + stages * 2 * step) * row + stages * 2 * step * 4)
+def _kernels(family, dtype, head_dim) -> tuple[Module, _Geometry]:
+    """A family's kernels for head_dim, and their geometry."""
+    module = load(family, dtype, HEAD_DIM=head_dim)
+    return module, _Geometry(*module.constants("attention_geometry", len(_Geometry._fields)))
 
 
 def _head_dim(qkv, num_heads, num_kv_heads) -> int:
@@ -59,8 +51,8 @@ def attention_forward(qkv, cu_seqlens, num_heads, num_kv_heads):
     head_dim, total, num_seqs = _head_dim(qkv, num_heads, num_kv_heads), len(qkv), len(cu_seqlens) - 1
     o, lse = empty((total, num_heads * head_dim), qkv.dtype), empty((total, num_heads), np.float32)
     if total:
-        geometry = _geometry(qkv.dtype, head_dim)
-        load("attention", qkv.dtype, HEAD_DIM=head_dim).attention_forward(
+        kernels, geometry = _kernels("attention", qkv.dtype, head_dim)
+        kernels.attention_forward(
             _pieces(total, num_seqs, geometry.query_tile) * num_heads, geometry.threads, o, lse, qkv, cu_seqlens, total, num_seqs,
             num_heads, num_kv_heads, LOG2_E * head_dim**-0.5, shared=geometry.forward_shared)
     return o, lse
@@ -74,7 +66,7 @@ def attention_backward(do, qkv, o, lse, cu_seqlens, num_heads, num_kv_heads):
         raise ValueError(f"attention: do {do.shape}, o {o.shape}, lse {lse.shape} do not fit qkv {qkv.shape}: "
                          f"they must be ({total}, {num_heads * head_dim}) twice and ({total}, {num_heads})")
     if total:
-        geometry, kernels = _geometry(qkv.dtype, head_dim), load("attention", qkv.dtype, HEAD_DIM=head_dim)
+        kernels, geometry = _kernels("attention", qkv.dtype, head_dim)
         kernels.attention_delta(-(-total * num_heads // 4), 128, delta, do, o, total * num_heads)
         pieces = _pieces(total, num_seqs, geometry.query_tile)
         rest = (dqkv, do, qkv, lse, delta, cu_seqlens, total, num_seqs, num_heads, num_kv_heads, head_dim**-0.5)

@@ -5,7 +5,7 @@ A decode launch depends only on the shapes of its buffers, so it can be captured
 
 import numpy as np
 
-from .attention import LOG2_E, _geometry, _head_dim, _pieces
+from .attention import LOG2_E, _head_dim, _kernels, _pieces
 from .device import array, empty
 from .loader import load
 
@@ -73,8 +73,8 @@ def paged_prefill_attention(qkv, k_cache, v_cache, block_tables, cu_seqlens_q, c
     _check_queries(qkv, k_cache, v_cache, block_tables, context_lens, num_heads, batch)
     out = empty((total, num_heads * head_dim), qkv.dtype)
     if total:
-        geometry = _geometry(qkv.dtype, head_dim)
-        load("paged_attention", qkv.dtype, HEAD_DIM=head_dim).paged_prefill(
+        kernels, geometry = _kernels("paged_attention", qkv.dtype, head_dim)
+        kernels.paged_prefill(
             _pieces(total, batch, geometry.query_tile) * num_heads, geometry.threads, out, qkv, k_cache, v_cache, block_tables, cu_seqlens_q,
             context_lens, total, batch, num_heads, num_kv_heads, block_size, block_tables.shape[1], LOG2_E * head_dim**-0.5,
             shared=geometry.forward_shared)
