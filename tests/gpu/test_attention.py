@@ -100,6 +100,34 @@ def test_alone_equals_packed(gpu, shape, dtype):
     same(gpu.to_numpy(prefix[1]), gpu.to_numpy(lse[131 : 131 + 200]))
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("shape", [(4, 2, 64), (4, 2, 128)], ids=str)
+def test_hopper_has_the_bits_of_other_cards(gpu, monkeypatch, shape, dtype):
+    """wgmma (sm_90a) against mma.sync, which the same card runs when compiled for sm_90: forward and gradients, in every bit."""
+    from cukit.backend.cuda import loader
+
+    if loader._architecture() != "sm_90a":
+        pytest.skip("this card has no wgmma: it runs the other way always")
+    lengths, (heads, kv_heads, _) = [1, 700, 64, 65, 300, 2000, 7], shape
+    qkv, cu_seqlens = inputs(lengths, *shape)
+    qkv, cu_seqlens = gpu.array(qkv, gpu.dtype_of(dtype)), gpu.array(cu_seqlens)
+    do = gpu.array(normal(len(qkv), heads * shape[2], seed=1), qkv.dtype)
+
+    def run():
+        o, lse = gpu.attention_forward(qkv, cu_seqlens, heads, kv_heads)
+        dqkv = gpu.attention_backward(do, qkv, o, lse, cu_seqlens, heads, kv_heads)
+        geometry = loader.load("attention", qkv.dtype, HEAD_DIM=shape[2]).constants("attention_geometry", 5)
+        return geometry, [gpu.to_numpy(x) for x in (o, lse, dqkv)]
+
+    hopper_geometry, hopper = run()
+    monkeypatch.setattr(loader, "_arch", "sm_90")
+    monkeypatch.setattr(loader, "_modules", {})
+    other_geometry, others = run()
+    assert hopper_geometry != other_geometry
+    for first, second in zip(hopper, others):
+        same(first, second)
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_rows_of_no_sequence_are_zero(gpu, dtype):
     """Rows beyond cu_seqlens[-1] (a batch rounded up to a bucket) and empty batches."""
