@@ -4,7 +4,8 @@
 // Scores are in base 2: score = q k * scale with scale = log2(e) / sqrt(D); P is rounded to SCALAR before the product with V, its row sum is not.
 //
 // This file: where rows are, and the merge. attention_mma.cuh: 16-bit SCALAR on tensor cores; attention_ffma.cuh: float32, simple. Both give
-// QUERY_TILE, KEY_ROWS, ATTENTION_THREADS, attend_queries (training, prefill), attend_chunk (decoding), gradient_of_queries, gradient_of_keys.
+// attend_queries (training, prefill), attend_chunk (decoding), gradient_of_queries, gradient_of_keys; rows a block (QUERY_TILE, KEY_ROWS), threads
+// (ATTENTION_THREADS, CHUNK_THREADS), blocks an SM (BLOCKS_AN_SM, KEY_BLOCKS_AN_SM), dynamic shared memory (FORWARD_, QUERY_GRADIENT_, KEY_GRADIENT_SHARED).
 #pragma once
 
 #include "common.cuh"

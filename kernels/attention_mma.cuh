@@ -225,6 +225,38 @@ __device__ __forceinline__ void attend_queries(SCALAR* o, int o_stride, float* l
 
 constexpr int CHUNK_THREADS = 32;
 
+// 16 rows in global memory, kept in registers, or read again at each use where WIDE. A null row is zeros.
+struct RowFragments {
+    const SCALAR* rows[2];
+    unsigned kept[WIDE ? 1 : PADDED_DIM / 16][4];
+
+    __device__ __forceinline__ void read(int step, unsigned (&a)[4]) const {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            int column = step * 16 + (lane() & 3) * 2 + (i >> 1) * 8;
+            bool present = rows[i & 1] != nullptr && column < HEAD_DIM;
+            a[i] = present ? *reinterpret_cast<const unsigned*>(rows[i & 1] + column) : 0u;
+        }
+    }
+
+    __device__ __forceinline__ void set(const SCALAR* first, const SCALAR* second) {
+        rows[0] = first, rows[1] = second;
+        if constexpr (!WIDE) {
+#pragma unroll
+            for (int step = 0; step < PADDED_DIM / 16; ++step) read(step, kept[step]);
+        }
+    }
+
+    __device__ __forceinline__ void get(int step, unsigned (&a)[4]) const {
+        if constexpr (WIDE) {
+            read(step, a);
+        } else {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) a[i] = kept[step][i];
+        }
+    }
+};
+
 // The query rows q + r * HEAD_DIM, r < count <= 16, over keys first ... end - 1 of one chunk. Unnormalised results in float32 to out + r * HEAD_DIM * stride,
 // maximum and sum to stats + r * stride.
 __device__ __forceinline__ void attend_chunk(float* out, float2* stats, long long stride, const SCALAR* q, int count, const PagedRows& key_rows,

@@ -7,10 +7,10 @@
 
 constexpr int KEY_ROWS = QUERY_TILE;    // keys of a block of gradient_of_keys
 constexpr int STEP = BlockTiles::STEP;  // queries, or keys, that are taken at once
-constexpr int STEP_SIZE = BlockTiles::SIZE<STEP>;
+constexpr int STEP_SIZE = BlockTiles::SIZE<STEP>, KEY_ROWS_SIZE = BlockTiles::SIZE<KEY_ROWS>;
 constexpr int KEY_BLOCKS_AN_SM = STEP > 32 ? 2 : BLOCKS_AN_SM;
 constexpr int QUERY_GRADIENT_SHARED = (2 * QUERY_TILE_SIZE + STAGES * 2 * STEP_SIZE) * sizeof(SCALAR);
-constexpr int KEY_GRADIENT_SHARED = QUERY_GRADIENT_SHARED + STAGES * 2 * STEP * sizeof(float);
+constexpr int KEY_GRADIENT_SHARED = (2 * KEY_ROWS_SIZE + STAGES * 2 * STEP_SIZE) * sizeof(SCALAR) + STAGES * 2 * STEP * sizeof(float);
 
 static_assert(2 * STEP <= ATTENTION_THREADS, "a thread copies one of the statistics");
 
@@ -96,7 +96,7 @@ __device__ __forceinline__ void gradient_of_queries(const Sequence& sequence, in
 __device__ __forceinline__ void gradient_of_keys(const Sequence& sequence, int kv_head, int first) {
     extern __shared__ __align__(1024) unsigned char shared_bytes[];
     SCALAR* keys = reinterpret_cast<SCALAR*>(shared_bytes);
-    SCALAR *values = keys + QUERY_TILE_SIZE, *stages = values + QUERY_TILE_SIZE;
+    SCALAR *values = keys + KEY_ROWS_SIZE, *stages = values + KEY_ROWS_SIZE;
     float* statistics = reinterpret_cast<float*>(stages + STAGES * 2 * STEP_SIZE);
     const int group = sequence.num_heads / sequence.num_kv_heads, length = sequence.length, first_row = first + warp_index() * 16;
     const int key_head = sequence.num_heads + kv_head, value_head = key_head + sequence.num_kv_heads;

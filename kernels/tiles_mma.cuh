@@ -68,46 +68,12 @@ __device__ __forceinline__ void write_rows(SCALAR* buffer, SCALAR* out, long lon
     }
 }
 
-// ---- the left operand's registers -----------------------------------------------------------------------------------
-
-// 16 rows in global memory, kept in registers, or read again at each use where WIDE. A null row is zeros.
-struct RowFragments {
-    const SCALAR* rows[2];
-    unsigned kept[WIDE ? 1 : PADDED_DIM / 16][4];
-
-    __device__ __forceinline__ void read(int step, unsigned (&a)[4]) const {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            int column = step * 16 + (lane() & 3) * 2 + (i >> 1) * 8;
-            bool present = rows[i & 1] != nullptr && column < HEAD_DIM;
-            a[i] = present ? *reinterpret_cast<const unsigned*>(rows[i & 1] + column) : 0u;
-        }
-    }
-
-    __device__ __forceinline__ void set(const SCALAR* first, const SCALAR* second) {
-        rows[0] = first, rows[1] = second;
-        if constexpr (!WIDE) {
-#pragma unroll
-            for (int step = 0; step < PADDED_DIM / 16; ++step) read(step, kept[step]);
-        }
-    }
-
-    __device__ __forceinline__ void get(int step, unsigned (&a)[4]) const {
-        if constexpr (WIDE) {
-            read(step, a);
-        } else {
-#pragma unroll
-            for (int i = 0; i < 4; ++i) a[i] = kept[step][i];
-        }
-    }
-};
-
 // ---- tiles and products -----------------------------------------------------------------------------------------------
 
 struct WarpTiles {
     static constexpr bool TOGETHER = false;  // a warp may leave products out that others take
     static constexpr int STEP = 32;          // rows that a gradient takes at once
-    static constexpr int UNROLL = 2;         // copies whose addresses a block holds at once
+    static constexpr int UNROLL = 2;         // copies whose addresses a thread holds at once
     static constexpr int PERIOD = 1;         // rows that are a multiple of this apart lie a multiple of ROW_STRIDE apart
     static constexpr int ROW_STRIDE = PADDED_DIM + 8;  // an odd number of 16-byte units: ldmatrix reads 8 rows without a bank conflict
 
@@ -160,7 +126,7 @@ struct WarpTiles {
         }
     }
 
-    // The same for this warp's 16 rows of tile a. Both products below are started here and there after finish().
+    // The same for this warp's 16 rows of tile a. This product and the next may be used after finish() only.
     template <int TILES>
     __device__ static __forceinline__ void multiply_transposed(float (&products)[TILES][4], const SCALAR* a, const SCALAR* b) {
         multiply_rows(products, Fragments{a + warp_index() * 16 * ROW_STRIDE}, b);

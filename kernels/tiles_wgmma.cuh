@@ -1,9 +1,9 @@
 // The same as WarpTiles of tiles_mma.cuh, 4 warps at a time on Hopper's tensor cores (wgmma.m64n64k16): 64 rows of a result, 16 a warp, laid out over
-// the threads as there. The sums are the same chain over k in steps of 16, and so are the bits.
+// the threads as there. The sums are the same chain over k in steps of 16, and on one card the bits are the same (measured on H100 and H200).
 //
 // A tile is panels of 64 columns; a panel's row is 128 bytes, whose 16-byte units are permuted by the row's number modulo 8 ("128-byte swizzle").
 // Whoever multiplies names a tile by a descriptor (PTX ISA, "Matrix Descriptor Format"): address / 16, bytes / 16 from one group of 8 rows to the next
-// in bits 32 to 45, swizzle mode 1 in bits 62 and 63.
+// in bits 32 to 45 (and in 16 to 29, which mean nothing at these sizes), swizzle mode 1 in bits 62 and 63.
 #pragma once
 
 #include "tiles_mma.cuh"

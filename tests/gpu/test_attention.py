@@ -102,8 +102,8 @@ def test_alone_equals_packed(gpu, shape, dtype):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("shape", [(4, 2, 64), (4, 2, 128)], ids=str)
-def test_hopper_has_the_bits_of_other_cards(gpu, monkeypatch, shape, dtype):
-    """wgmma (sm_90a) against mma.sync, which the same card runs when compiled for sm_90: forward and gradients, in every bit."""
+def test_wgmma_has_the_bits_of_mma(gpu, monkeypatch, shape, dtype):
+    """The instructions of Hopper (sm_90a) against those of other cards, which it runs when compiled for sm_90: forward and gradients, in every bit."""
     from cukit.backend.cuda import loader
 
     if loader._architecture() != "sm_90a":

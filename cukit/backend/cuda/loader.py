@@ -58,10 +58,14 @@ class Module:
         return kernel
 
     def constants(self, name: str, count: int) -> list[int]:
-        """The values of `extern "C" __constant__ int name[count]` in the source: what it fixes for this variant and card."""
-        if name not in self._constants:
-            self._constants[name] = cp.ndarray((count,), np.int32, self._compiled().get_global(name)).get().tolist()
-        return self._constants[name]
+        """The values of `extern "C" __constant__ int name[count]` in the source: what it fixes for this variant and card.
+
+        The first call waits for the card, so it cannot be made while a graph is captured.
+        """
+        found = self._constants.get((name, count))
+        if found is None:
+            found = self._constants[name, count] = cp.ndarray((count,), np.int32, self._compiled().get_global(name)).get().tolist()
+        return found
 
     def _compiled(self):
         if self._raw is None:
