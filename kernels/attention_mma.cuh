@@ -34,6 +34,17 @@ __device__ __forceinline__ void copy_block_pair(SCALAR* tiles, const Source& fir
     copy_block_rows<ROWS>(tiles + BlockTiles::SIZE<ROWS>, second_source, first, end);
 }
 
+// From here on tile number `tile` is there for the whole block, and every warp is done with the one before. With a single stage it is fetched only now.
+template <class Fetch>
+__device__ __forceinline__ void take_tile(Fetch& fetch, int tile) {
+    if (STAGES == 1) {
+        __syncthreads();
+        fetch(tile);
+    }
+    copies_wait<0>();
+    BlockTiles::share();
+}
+
 // ---- softmax over one chunk, and the merge --------------------------------------------------------------------------
 
 // Unnormalised attention of 16 rows over the part of a chunk seen so far; `total` is this thread's share of the row sum until close().
@@ -188,12 +199,7 @@ __device__ __forceinline__ void attend_queries(SCALAR* o, int o_stride, float* l
     const int num_tiles = (block_end + KEY_TILE - 1) / KEY_TILE;
     if (STAGES == 2) fetch(0);
     for (int tile = 0; tile < num_tiles; ++tile) {
-        if (STAGES == 1) {
-            __syncthreads();
-            fetch(tile);
-        }
-        copies_wait<0>();
-        BlockTiles::share();
+        take_tile(fetch, tile);
         const int first_key = tile * KEY_TILE;
         const SCALAR* stage = tiles + tile % STAGES * 2 * KEY_TILE_SIZE;
         Scores scores;

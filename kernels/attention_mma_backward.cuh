@@ -50,12 +50,7 @@ __device__ __forceinline__ void gradient_of_queries(const Sequence& sequence, in
     const int num_tiles = (block_end + STEP - 1) / STEP;
     if (STAGES == 2) fetch(0);
     for (int tile = 0; tile < num_tiles; ++tile) {
-        if (STAGES == 1) {
-            __syncthreads();
-            fetch(tile);
-        }
-        copies_wait<0>();
-        BlockTiles::share();
+        take_tile(fetch, tile);
         const int first_key = tile * STEP;
         const bool seen = BlockTiles::TOGETHER || first_key < warp_end;
         const SCALAR* stage = stages + tile % STAGES * 2 * STEP_SIZE;
@@ -126,12 +121,7 @@ __device__ __forceinline__ void gradient_of_keys(const Sequence& sequence, int k
     clear(dv);
     if (STAGES == 2) fetch(0);
     for (int tile = 0; tile < num_tiles; ++tile) {
-        if (STAGES == 1) {
-            __syncthreads();
-            fetch(tile);
-        }
-        copies_wait<0>();
-        BlockTiles::share();
+        take_tile(fetch, tile);
         const bool seen = BlockTiles::TOGETHER || first_query + STEP > first_row;  // else every query comes before every key of the warp
         const SCALAR* stage = stages + tile % STAGES * 2 * STEP_SIZE;
         const float *lse = statistics + tile % STAGES * 2 * STEP, *delta = lse + STEP;

@@ -62,10 +62,9 @@ class Module:
 
         The first call waits for the card, so it cannot be made while a graph is captured.
         """
-        found = self._constants.get((name, count))
-        if found is None:
-            found = self._constants[name, count] = cp.ndarray((count,), np.int32, self._compiled().get_global(name)).get().tolist()
-        return found
+        if name not in self._constants:
+            self._constants[name] = cp.ndarray((count,), np.int32, self._compiled().get_global(name)).get().tolist()
+        return self._constants[name]
 
     def _compiled(self):
         if self._raw is None:
