@@ -44,8 +44,12 @@ class GenerateOptions:
 class EvalOptions:
     model: str = option(TINY_MODEL, "model folder (Hugging Face format)")
     data: str = option(TEST_ROWS, "rows to answer, JSONL")
-    reward_funcs: list[str] = field(default_factory=lambda: ["gsm8k"], metadata={
-        "help": "rewards: exact, boxed, gsm8k, or path/file.py:function; right means that the first is at least 1"})
+    reward_funcs: list[str] = field(
+        default_factory=lambda: ["gsm8k"],
+        metadata={
+            "help": "rewards: exact, boxed, gsm8k, or path/file.py:function; right means that the first is at least 1"
+        },
+    )
     limit: int | None = option(None, "only the first rows")
     temperature: float = option(0.0, "0 is greedy")
     device: str = option("auto", "where to run", ("auto", "cpu", "cuda"))
@@ -60,7 +64,9 @@ class EvalOptions:
 @dataclass
 class KernelsOptions:
     report: bool = option(False, "print registers, shared memory and spills of each kernel")
-    archs: list[str] | None = option(None, "only these architectures, for example sm_90a; default: all that a kernel declares")
+    archs: list[str] | None = option(
+        None, "only these architectures, for example sm_90a; default: all that a kernel declares"
+    )
     families: list[str] | None = option(None, "only these files of kernels/, without .cu")
 
 
@@ -85,14 +91,18 @@ def _train(values: dict, args, trainer_class, **more) -> int:
 
     class CommandLineTrainer(trainer_class):
         def run_config(self) -> dict:
-            """The trainer's own, so that --config reads it back: with the data files, without what follows from the rest."""
+            """The trainer's own, so that --config reads it back: with the data files, without what follows from the
+            rest.
+            """
             config = super().run_config()
             config.pop("generation_batch_size", None)
             return {name: values[name] for name in ("model", "data", "eval_data") if values.get(name)} | config
 
     files = make(TrainFiles, values)
     eval_rows = load_rows(files.eval_data) if files.eval_data else None
-    trainer = CommandLineTrainer(model=files.model, args=args, train_dataset=load_rows(files.data), eval_dataset=eval_rows, **more)
+    trainer = CommandLineTrainer(
+        model=files.model, args=args, train_dataset=load_rows(files.data), eval_dataset=eval_rows, **more
+    )
     trainer.train()
     accuracies = [metrics["eval/accuracy"] for _, metrics in trainer.evaluations if "eval/accuracy" in metrics]
     if len(accuracies) > 1:
@@ -134,7 +144,7 @@ def generate(values: dict) -> None:
 
 
 def _answer(llm, options: GenerateOptions, sampling: SamplingParams, messages: list[dict], text: str) -> None:
-    """Stream the answer to `text` to stdout; a conversation's `messages` grow by both. --raw continues the text alone."""
+    """Stream the answer to `text` to stdout; a conversation's `messages` grow by both. --raw continues the text."""
     if options.raw:
         stream = llm.generate([text], sampling, stream=True)
     elif llm.tokenizer is None or not llm.tokenizer.has_chat_template:
@@ -191,9 +201,15 @@ def evaluate(values: dict) -> None:
     right = scores[applies, 0] >= 1
     print(f"accuracy {right.mean():.4f} ({right.sum()} of {right.size}; {options.data})")
     for name, found in zip(scorer.names, scores.T, strict=True):
-        print(f"  rewards/{name}/mean {np.nanmean(found):.4f}" if not np.isnan(found).all() else f"  rewards/{name} applies to no row")
-    print(f"  mean length {samples.lengths.mean():.1f}, cut at max_tokens {samples.truncated.mean():.4f}, "
-          f"{samples.lengths.sum() / seconds:,.0f} tokens/s")
+        print(
+            f"  rewards/{name}/mean {np.nanmean(found):.4f}"
+            if not np.isnan(found).all()
+            else f"  rewards/{name} applies to no row"
+        )
+    print(
+        f"  mean length {samples.lengths.mean():.1f}, cut at max_tokens {samples.truncated.mean():.4f}, "
+        f"{samples.lengths.sum() / seconds:,.0f} tokens/s"
+    )
 
 
 def doctor(values: dict) -> None:
@@ -204,7 +220,17 @@ def doctor(values: dict) -> None:
     from cukit.backend import backend_for, cuda_problem
 
     print(f"cukit {cukit.__version__}, Python {platform.python_version()}, {platform.platform()}")
-    for name in ("numpy", "ml_dtypes", "safetensors", "tokenizers", "pyyaml", "jinja2", "rich", "cupy-cuda12x", "cupy-cuda13x"):
+    for name in (
+        "numpy",
+        "ml_dtypes",
+        "safetensors",
+        "tokenizers",
+        "pyyaml",
+        "jinja2",
+        "rich",
+        "cupy-cuda12x",
+        "cupy-cuda13x",
+    ):
         try:
             print(f"  {name} {metadata.version(name)}")
         except metadata.PackageNotFoundError:
@@ -226,8 +252,10 @@ def kernels_build(values: dict) -> None:
 
     compiler = kernel_compiler()
     options = make(KernelsOptions, values)
-    for name, chosen, known in (("families", options.families, compiler.families()),
-                                ("archs", options.archs, sorted({a for f in compiler.families() for a in compiler.architectures(f)}))):
+    for name, chosen, known in (
+        ("families", options.families, compiler.families()),
+        ("archs", options.archs, sorted({a for f in compiler.families() for a in compiler.architectures(f)})),
+    ):
         if unknown := set(chosen or ()) - set(known):
             raise ValueError(f"{name}: {', '.join(sorted(unknown))} is not known; there are {', '.join(known)}")
     start = time.perf_counter()
@@ -265,18 +293,39 @@ def _report(report: dict, values: dict) -> None:
 
 
 COMMANDS = {
-    "grpo": Command(grpo, "train with rewards (group relative policy optimisation)", (TrainFiles, GRPOConfig),
-                    recipe="data/recipes/tiny-grpo.yaml",
-                    bundled={"data": TRAIN_ROWS, "eval_data": TEST_ROWS, "reward_funcs": ["gsm8k"]}),
-    "sft": Command(sft, "train on demonstrations", (TrainFiles, SFTConfig), recipe="data/recipes/tiny-sft.yaml",
-                   bundled={"data": "data/arithmetic/sft.jsonl"}),
-    "generate": Command(generate, "talk with a model, or answer --prompt", (GenerateOptions, SamplingParams, EngineConfig),
-                        without=("logprobs",), bundled={"model": TINY_MODEL}),
-    "eval": Command(evaluate, "accuracy of a model on rows with a reward", (EvalOptions, SamplingParams, EngineConfig),
-                    without=("logprobs",), bundled={"model": TINY_MODEL, "data": TEST_ROWS, "reward_funcs": ["gsm8k"]}),
+    "grpo": Command(
+        grpo,
+        "train with rewards (group relative policy optimisation)",
+        (TrainFiles, GRPOConfig),
+        recipe="data/recipes/tiny-grpo.yaml",
+        bundled={"data": TRAIN_ROWS, "eval_data": TEST_ROWS, "reward_funcs": ["gsm8k"]},
+    ),
+    "sft": Command(
+        sft,
+        "train on demonstrations",
+        (TrainFiles, SFTConfig),
+        recipe="data/recipes/tiny-sft.yaml",
+        bundled={"data": "data/arithmetic/sft.jsonl"},
+    ),
+    "generate": Command(
+        generate,
+        "talk with a model, or answer --prompt",
+        (GenerateOptions, SamplingParams, EngineConfig),
+        without=("logprobs",),
+        bundled={"model": TINY_MODEL},
+    ),
+    "eval": Command(
+        evaluate,
+        "accuracy of a model on rows with a reward",
+        (EvalOptions, SamplingParams, EngineConfig),
+        without=("logprobs",),
+        bundled={"model": TINY_MODEL, "data": TEST_ROWS, "reward_funcs": ["gsm8k"]},
+    ),
     "kernels build": Command(kernels_build, "compile all CUDA kernels ahead", (KernelsOptions,)),
     "bench kernels": Command(bench_kernels, "time of each array function against the device's limits", (KernelsBench,)),
-    "bench generate": Command(bench_generate, "speed of the engine on a workload of random tokens", (GenerateBench, EngineConfig)),
+    "bench generate": Command(
+        bench_generate, "speed of the engine on a workload of random tokens", (GenerateBench, EngineConfig)
+    ),
     "bench train": Command(bench_train, "speed and memory of training on random tokens", (TrainBench,)),
     "doctor": Command(doctor, "versions and devices", ()),
 }

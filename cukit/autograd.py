@@ -1,8 +1,9 @@
-"""Reverse-mode differentiation: a Tensor remembers how it was made; backward() walks the graph from the youngest node to the oldest.
+"""Reverse-mode differentiation: a Tensor remembers how it was made; backward() walks the graph from the youngest node
+to the oldest.
 
-An op computes its output with the backend's array functions and calls record(output, inputs, rule), where rule(dy) returns
-one gradient array (or None) an input. Weights do not pass gradients through the graph: the rule adds them straight
-into Parameter.grad, in float32, so that micro-batches accumulate there without a copy.
+An op computes its output with the backend's array functions and calls record(output, inputs, rule), where rule(dy)
+returns one gradient array (or None) an input. Weights do not pass gradients through the graph: the rule adds them
+straight into Parameter.grad, in float32, so that micro-batches accumulate there without a copy.
 """
 
 from contextlib import contextmanager
@@ -67,7 +68,9 @@ class Parameter(Tensor):
         self.name = name
 
     def grad_buffer(self):
-        """The array to add gradients into, made of zeros at first use; None if the parameter is frozen (requires_grad False)."""
+        """The array to add gradients into, made of zeros at first use; None if the parameter is frozen (requires_grad
+        False).
+        """
         if self.requires_grad and self.grad is None:
             self.grad = self.backend.zeros(self.shape, self.backend.accumulator(self.dtype))
         return self.grad if self.requires_grad else None
@@ -88,8 +91,8 @@ class _Node:
 def record(data, inputs, rule):
     """The output Tensor of an op (a tuple of Tensors if `data` is a tuple of arrays).
 
-    inputs: Tensors or None. rule(dy, …), one array (or None) an output, returns one gradient (or None) an input; it is kept only
-    if the tape is on and an input requires a gradient.
+    inputs: Tensors or None. rule(dy, …), one array (or None) an output, returns one gradient (or None) an input; it is
+    kept only if the tape is on and an input requires a gradient.
     """
     arrays = data if isinstance(data, tuple) else (data,)
     outputs = tuple(Tensor(array) for array in arrays)
@@ -118,7 +121,8 @@ def _tape(on: bool):
 
 
 def backward(outputs, grads):
-    """Add Σ grad · d(output)/d(leaf) to the grad of every leaf that requires one. Outputs whose gradient is None are left out.
+    """Add Σ grad · d(output)/d(leaf) to the grad of every leaf that requires one. Outputs whose gradient is None are
+    left out.
 
     The graph is taken apart on the way, so that activations are freed as soon as they are used: it serves once.
     """
@@ -139,7 +143,8 @@ def backward(outputs, grads):
             raise ValueError("backward() needs an output that depends on a parameter (was it computed under no_grad?)")
         if dx is not None:
             add(x, dx)
-    # A node is younger than the nodes it was made from, so from young to old every gradient is complete when its turn comes.
+    # A node is younger than the nodes it was made from, so from young to old every gradient is complete when its turn
+    # comes.
     pending = sorted(_reachable(outputs), key=lambda node: node.age)
     while pending:
         node = pending.pop()
@@ -170,8 +175,8 @@ def _reachable(outputs):
 def recompute(function, *inputs: Tensor):
     """function(*inputs) -> tuple of Tensors, keeping only its inputs: it runs again in the backward pass.
 
-    Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost" (gradient checkpointing). Parameters used inside get their
-    gradients; an input must require a gradient, and other tensors that the function closes over must not.
+    Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost" (gradient checkpointing). Parameters used inside
+    get their gradients; an input must require a gradient, and other tensors that the function closes over must not.
     """
     with no_grad():
         outputs = function(*inputs)

@@ -1,8 +1,8 @@
 """A run folder on disk: config.yaml, metrics.jsonl, completions.jsonl, checkpoint-N/.
 
 A checkpoint is a Hugging Face model folder (config.json, safetensors, tokenizer files) plus the trainer's state as
-trainer_state.safetensors (arrays) and trainer_state.json (RNG, data position, counters). It is written under a temporary
-name and then renamed, so that a folder named checkpoint-N is always whole. No pickle.
+trainer_state.safetensors (arrays) and trainer_state.json (RNG, data position, counters). It is written under a
+temporary name and then renamed, so that a folder named checkpoint-N is always whole. No pickle.
 """
 
 import json
@@ -27,8 +27,8 @@ _CHECKPOINT_NAME = re.compile(r"checkpoint-(\d+)")
 def open_run_folder(output_dir: str | os.PathLike | None, label: str, resume: bool = False) -> Path:
     """Make and return the run folder.
 
-    Without `output_dir` a fresh one: runs/<label>-001, -002, ... Raises ValueError if `output_dir` holds another run and
-    this one does not resume it.
+    Without `output_dir` a fresh one: runs/<label>-001, -002, ... Raises ValueError if `output_dir` holds another run
+    and this one does not resume it.
     """
     if output_dir is None:
         return _fresh_run_folder(label)
@@ -36,8 +36,10 @@ def open_run_folder(output_dir: str | os.PathLike | None, label: str, resume: bo
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"output_dir {folder} is a file; give a folder")
     if not resume and folder.is_dir() and _holds_run(folder):
-        raise ValueError(f"output_dir {folder} already holds a run; choose another folder, or continue that run with "
-                         f"--resume_from_checkpoint latest")
+        raise ValueError(
+            f"output_dir {folder} already holds a run; choose another folder, or continue that run with "
+            f"--resume_from_checkpoint latest"
+        )
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 
@@ -46,7 +48,9 @@ def _fresh_run_folder(label: str) -> Path:
     base = Path("runs")
     base.mkdir(exist_ok=True)
     label = re.sub(r"[^A-Za-z0-9._-]+", "-", label).strip("-.") or "run"
-    taken = [int(match[1]) for path in base.iterdir() if (match := re.fullmatch(re.escape(label) + r"-(\d+)", path.name))]
+    taken = [
+        int(match[1]) for path in base.iterdir() if (match := re.fullmatch(re.escape(label) + r"-(\d+)", path.name))
+    ]
     number = max(taken, default=0) + 1
     while True:
         folder = base / f"{label}-{number:03d}"
@@ -58,8 +62,10 @@ def _fresh_run_folder(label: str) -> Path:
 
 
 def _holds_run(folder: Path) -> bool:
-    return any(path.name in ("config.yaml", "metrics.jsonl") or _CHECKPOINT_NAME.fullmatch(path.name)
-               for path in folder.iterdir())
+    return any(
+        path.name in ("config.yaml", "metrics.jsonl") or _CHECKPOINT_NAME.fullmatch(path.name)
+        for path in folder.iterdir()
+    )
 
 
 def write_run_config(folder: str | os.PathLike, config: dict) -> None:
@@ -117,7 +123,7 @@ def save_checkpoint(folder: str | os.PathLike, model, tokenizer, optimizer_state
 
 
 def load_checkpoint(folder: str | os.PathLike) -> tuple[dict, dict]:
-    """-> (optimizer_state as NumPy arrays, state). The model and tokenizer load from the same folder as any model does."""
+    """-> (optimizer_state as NumPy arrays, state). Model and tokenizer load from the same folder as any model does."""
     folder = Path(folder)
     for name in (STATE_ARRAYS, STATE_JSON):
         if not (folder / name).is_file():
@@ -158,7 +164,9 @@ def find_checkpoint(resume_from: str | os.PathLike | bool, run: str | os.PathLik
         return folder
     found = latest_checkpoint(folder)
     if found is None:
-        raise ValueError(f"resume_from_checkpoint: {folder} is neither a checkpoint nor a run folder with checkpoint-N in it")
+        raise ValueError(
+            f"resume_from_checkpoint: {folder} is neither a checkpoint nor a run folder with checkpoint-N in it"
+        )
     return found
 
 

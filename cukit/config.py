@@ -25,8 +25,7 @@ def _check_range(config, name: str, low: float, high: float | None = None, open_
     value = getattr(config, name)
     if value is None:
         return
-    _require(isinstance(value, (int, float)) and not isinstance(value, bool),
-             f"{name} must be a number, got {value!r}")
+    _require(isinstance(value, (int, float)) and not isinstance(value, bool), f"{name} must be a number, got {value!r}")
     kind = next(f.type for f in fields(config) if f.name == name)
     _require(isinstance(value, int) or kind not in (int, int | None), f"{name} must be a whole number, got {value!r}")
     inside = math.isfinite(value) and (value > low if open_low else value >= low) and (high is None or value <= high)
@@ -37,8 +36,10 @@ def _check_range(config, name: str, low: float, high: float | None = None, open_
 def _check_choices(config) -> None:
     for item in fields(config):
         choices, value = item.metadata.get("choices"), getattr(config, item.name)
-        _require(choices is None or value in choices,
-                 f"{item.name} must be one of {', '.join(map(str, choices or ()))}, got {value!r}")
+        _require(
+            choices is None or value in choices,
+            f"{item.name} must be one of {', '.join(map(str, choices or ()))}, got {value!r}",
+        )
 
 
 # ---- model -----------------------------------------------------------------------------------------------------------
@@ -76,18 +77,33 @@ class ModelConfig:
     raw: dict = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self):
-        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-                     "num_key_value_heads", "head_dim", "max_position_embeddings"):
+        for name in (
+            "vocab_size",
+            "hidden_size",
+            "intermediate_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "num_key_value_heads",
+            "head_dim",
+            "max_position_embeddings",
+        ):
             value = getattr(self, name)
-            _require(isinstance(value, int) and not isinstance(value, bool) and value >= 1,
-                     f"config.json: {name} must be a whole number of at least 1, got {value!r}")
+            _require(
+                isinstance(value, int) and not isinstance(value, bool) and value >= 1,
+                f"config.json: {name} must be a whole number of at least 1, got {value!r}",
+            )
         for name in ("rms_norm_eps", "rope_theta"):
             value = getattr(self, name)
-            _require(isinstance(value, (int, float)) and math.isfinite(value) and value > 0,
-                     f"config.json: {name} must be a number above 0, got {value!r}")
+            _require(
+                isinstance(value, (int, float)) and math.isfinite(value) and value > 0,
+                f"config.json: {name} must be a number above 0, got {value!r}",
+            )
         heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
-        _require(heads % kv_heads == 0, f"config.json: num_attention_heads={heads} must be a multiple of "
-                                        f"num_key_value_heads={kv_heads}; {heads} % {kv_heads} = {heads % kv_heads}")
+        _require(
+            heads % kv_heads == 0,
+            f"config.json: num_attention_heads={heads} must be a multiple of "
+            f"num_key_value_heads={kv_heads}; {heads} % {kv_heads} = {heads % kv_heads}",
+        )
         _require(self.head_dim % 2 == 0, f"config.json: head_dim must be even (rotary embeddings), got {self.head_dim}")
 
     @classmethod
@@ -96,29 +112,51 @@ class ModelConfig:
         _require(isinstance(config, dict), f"config.json must hold an object, got {type(config).__name__}")
         architecture = _read_architecture(config)
         _refuse_unsupported(config, architecture)
-        required = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-                    "max_position_embeddings")
+        required = (
+            "vocab_size",
+            "hidden_size",
+            "intermediate_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "max_position_embeddings",
+        )
         missing = [name for name in required if config.get(name) is None]
         _require(not missing, f"config.json lacks {', '.join(missing)}")
         values = {name: config[name] for name in required}
-        for name in ("rms_norm_eps", "tie_word_embeddings", "initializer_range", "eos_token_id", "bos_token_id",
-                     "pad_token_id"):
+        for name in (
+            "rms_norm_eps",
+            "tie_word_embeddings",
+            "initializer_range",
+            "eos_token_id",
+            "bos_token_id",
+            "pad_token_id",
+        ):
             if config.get(name) is not None:
                 values[name] = config[name]
         rope_theta, rope_scaling = _read_rope(config)
         kv_heads = config.get("num_key_value_heads")
-        return cls(architecture=architecture, model_type=ARCHITECTURES[architecture], rope_theta=rope_theta,
-                   rope_scaling=rope_scaling, attention_bias=architecture == "Qwen2ForCausalLM",
-                   qk_norm=architecture == "Qwen3ForCausalLM", torch_dtype=_read_dtype(config),
-                   num_key_value_heads=values["num_attention_heads"] if kv_heads is None else kv_heads,
-                   head_dim=_read_head_dim(config, architecture), raw=dict(config), **values)
+        return cls(
+            architecture=architecture,
+            model_type=ARCHITECTURES[architecture],
+            rope_theta=rope_theta,
+            rope_scaling=rope_scaling,
+            attention_bias=architecture == "Qwen2ForCausalLM",
+            qk_norm=architecture == "Qwen3ForCausalLM",
+            torch_dtype=_read_dtype(config),
+            num_key_value_heads=values["num_attention_heads"] if kv_heads is None else kv_heads,
+            head_dim=_read_head_dim(config, architecture),
+            raw=dict(config),
+            **values,
+        )
 
 
 def _read_architecture(config: dict) -> str:
     by_type = {model_type: name for name, model_type in ARCHITECTURES.items()}
     names = config.get("architectures") or [by_type.get(config.get("model_type"), config.get("model_type"))]
-    _require(isinstance(names, list) and len(names) == 1 and names[0] in ARCHITECTURES,
-             f"config.json: architectures={names!r} is not supported; cukit runs {', '.join(ARCHITECTURES)}")
+    _require(
+        isinstance(names, list) and len(names) == 1 and names[0] in ARCHITECTURES,
+        f"config.json: architectures={names!r} is not supported; cukit runs {', '.join(ARCHITECTURES)}",
+    )
     return names[0]
 
 
@@ -127,29 +165,40 @@ def _refuse_unsupported(config: dict, architecture: str) -> None:
     for name in ("num_experts", "num_local_experts", "n_routed_experts"):
         _require(not config.get(name), f"config.json: {name}={config.get(name)!r}: mixture of experts is not supported")
     window = config.get("use_sliding_window", architecture == "LlamaForCausalLM" and config.get("sliding_window"))
-    _require(not window, f"config.json: use_sliding_window={config.get('use_sliding_window')!r}, "
-                         f"sliding_window={config.get('sliding_window')!r}: sliding windows are not supported")
+    _require(
+        not window,
+        f"config.json: use_sliding_window={config.get('use_sliding_window')!r}, "
+        f"sliding_window={config.get('sliding_window')!r}: sliding windows are not supported",
+    )
     other = sorted(set(config.get("layer_types") or []) - {"full_attention"})
     _require(not other, f"config.json: layer_types has {', '.join(other)}; only full_attention is supported")
-    _require(config.get("quantization_config") is None,
-             "config.json: quantization_config is set; quantised checkpoints are not supported")
+    _require(
+        config.get("quantization_config") is None,
+        "config.json: quantization_config is set; quantised checkpoints are not supported",
+    )
     activation = config.get("hidden_act", "silu")
     _require(activation == "silu", f"config.json: hidden_act={activation!r} is not supported; only silu is")
     for name in ("attention_bias", "mlp_bias"):
-        _require(architecture == "Qwen2ForCausalLM" or not config.get(name),
-                 f"config.json: {name}=true is not supported for {architecture}")
+        _require(
+            architecture == "Qwen2ForCausalLM" or not config.get(name),
+            f"config.json: {name}=true is not supported for {architecture}",
+        )
 
 
 def _read_rope(config: dict) -> tuple[float, dict | None]:
     """-> (rope_theta, None or the llama3 scaling with its rope_type)."""
     key = "rope_parameters" if config.get("rope_parameters") is not None else "rope_scaling"
     rope = config.get(key) or {}
-    _require(isinstance(rope, dict) and not any(isinstance(value, dict) for value in rope.values()),
-             f"config.json: {key} must be one flat object (rope per layer type is not supported), got {rope!r}")
+    _require(
+        isinstance(rope, dict) and not any(isinstance(value, dict) for value in rope.values()),
+        f"config.json: {key} must be one flat object (rope per layer type is not supported), got {rope!r}",
+    )
     theta = rope.get("rope_theta", config.get("rope_theta"))
     kind = rope.get("rope_type", rope.get("type", "default"))
-    _require(kind in ("default", "llama3"),
-             f"config.json: {key} has rope_type={kind!r}; only default and llama3 are supported")
+    _require(
+        kind in ("default", "llama3"),
+        f"config.json: {key} has rope_type={kind!r}; only default and llama3 are supported",
+    )
     for place in (config, rope):
         fraction = place.get("partial_rotary_factor")
         _require(fraction in (None, 1, 1.0), f"config.json: partial_rotary_factor={fraction!r} is not supported")
@@ -157,11 +206,15 @@ def _read_rope(config: dict) -> tuple[float, dict | None]:
     if kind == "default":
         return theta, None
     for name in LLAMA3_ROPE_KEYS:
-        _require(isinstance(rope.get(name), (int, float)) and rope[name] > 0,
-                 f"config.json: {key} of type llama3 needs {name} above 0, got {rope.get(name)!r}")
-    _require(rope["high_freq_factor"] > rope["low_freq_factor"],
-             f"config.json: {key} needs high_freq_factor ({rope['high_freq_factor']}) above low_freq_factor "
-             f"({rope['low_freq_factor']})")
+        _require(
+            isinstance(rope.get(name), (int, float)) and rope[name] > 0,
+            f"config.json: {key} of type llama3 needs {name} above 0, got {rope.get(name)!r}",
+        )
+    _require(
+        rope["high_freq_factor"] > rope["low_freq_factor"],
+        f"config.json: {key} needs high_freq_factor ({rope['high_freq_factor']}) above low_freq_factor "
+        f"({rope['low_freq_factor']})",
+    )
     return theta, {"rope_type": "llama3"} | {name: rope[name] for name in LLAMA3_ROPE_KEYS}
 
 
@@ -177,8 +230,10 @@ def _read_head_dim(config: dict, architecture: str) -> int:
     if architecture == "Qwen3ForCausalLM" and "head_dim" not in config:
         return 128  # transformers' default for Qwen3, whatever the hidden size
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
-    _require(isinstance(hidden, int) and isinstance(heads, int) and heads >= 1 and hidden % heads == 0,
-             f"config.json: without head_dim, hidden_size={hidden} must be a multiple of num_attention_heads={heads}")
+    _require(
+        isinstance(hidden, int) and isinstance(heads, int) and heads >= 1 and hidden % heads == 0,
+        f"config.json: without head_dim, hidden_size={hidden} must be a multiple of num_attention_heads={heads}",
+    )
     return hidden // heads
 
 
@@ -196,8 +251,13 @@ class EngineConfig:
     num_kv_blocks: int | None = option(None, "blocks in the KV cache; default: what the memory allows")
     gpu_memory_utilization: float = option(0.9, "share of the device's memory that the engine may use")
     enforce_eager: bool = option(False, "decode without CUDA graphs")
-    exact: str = option("auto", "log-probs of decoding equal training's in every bit (cuda): auto says where that fails, true raises, false does not "
-                        "care", ("auto", "true", "false"))
+    exact: str = option(
+        "auto",
+        "log-probs of decoding equal training's in every bit (cuda): auto says where that fails, true raises, "
+        "false does not "
+        "care",
+        ("auto", "true", "false"),
+    )
     enable_prefix_caching: bool = option(True, "share the KV cache of equal prompt beginnings")
     seed: int = option(0, "seed of requests that bring none")
 
@@ -233,13 +293,22 @@ class SamplingParams:
         self.stop = [self.stop] if isinstance(self.stop, str) else list(self.stop or [])
         self.stop_token_ids = list(self.stop_token_ids or [])
         self.top_k = 0 if self.top_k == -1 else self.top_k
-        for name, low, high in (("n", 1, None), ("temperature", 0, None), ("top_k", 0, None), ("min_p", 0, 1),
-                                ("max_tokens", 1, None), ("min_tokens", 0, None), ("seed", 0, 2**64 - 1)):
+        for name, low, high in (
+            ("n", 1, None),
+            ("temperature", 0, None),
+            ("top_k", 0, None),
+            ("min_p", 0, 1),
+            ("max_tokens", 1, None),
+            ("min_tokens", 0, None),
+            ("seed", 0, 2**64 - 1),
+        ):
             _check_range(self, name, low, high)
         _check_range(self, "top_p", 0, 1, open_low=True)
         _check_range(self, "repetition_penalty", 0, open_low=True)
-        _require(self.min_tokens <= self.max_tokens,
-                 f"min_tokens={self.min_tokens} must not exceed max_tokens={self.max_tokens}")
+        _require(
+            self.min_tokens <= self.max_tokens,
+            f"min_tokens={self.min_tokens} must not exceed max_tokens={self.max_tokens}",
+        )
         for text in self.stop:
             _require(isinstance(text, str) and text != "", f"stop must hold non-empty texts, got {text!r}")
         for token in self.stop_token_ids:
@@ -290,8 +359,14 @@ class TrainerConfig:
         _check_choices(self)
         for name in ("max_grad_norm", "weight_decay", "warmup_steps", "seed", "save_steps"):
             _check_range(self, name, 0)
-        for name in ("per_device_train_batch_size", "gradient_accumulation_steps", "max_tokens_per_batch",
-                     "logging_steps", "save_total_limit", "eval_steps"):
+        for name in (
+            "per_device_train_batch_size",
+            "gradient_accumulation_steps",
+            "max_tokens_per_batch",
+            "logging_steps",
+            "save_total_limit",
+            "eval_steps",
+        ):
             _check_range(self, name, 1)
         for name in ("learning_rate", "adam_epsilon", "num_train_epochs"):
             _check_range(self, name, 0, open_low=name != "learning_rate")
@@ -307,8 +382,10 @@ class TrainerConfig:
                 self.dtype = name
         if self.eval_strategy == "no" and self.eval_steps is not None:
             self.eval_strategy = "steps"
-        _require(self.eval_strategy != "steps" or self.eval_steps is not None,
-                 "eval_strategy=steps needs eval_steps (steps between evaluations)")
+        _require(
+            self.eval_strategy != "steps" or self.eval_steps is not None,
+            "eval_strategy=steps needs eval_steps (steps between evaluations)",
+        )
 
 
 @dataclass
@@ -379,23 +456,41 @@ class GRPOConfig(TrainerConfig):
             self.reward_funcs = [self.reward_funcs]
         super().__post_init__()
         self.sampling_params()
-        EngineConfig(self.max_model_len, self.max_num_seqs, self.max_num_batched_tokens,
-                     gpu_memory_utilization=self.gpu_memory_utilization)
-        _require(self.num_generations != 1, "num_generations=1 leaves nothing to compare a completion with; "
-                                            "it must be at least 2")
-        for name, low in (("num_generations", 2), ("num_generations_eval", 1), ("num_iterations", 1),
-                          ("max_completion_length", 1), ("generation_batch_size", 1), ("steps_per_generation", 1),
-                          ("ref_model_sync_steps", 1), ("beta", 0), ("epsilon", 0), ("epsilon_high", 0)):
+        EngineConfig(
+            self.max_model_len,
+            self.max_num_seqs,
+            self.max_num_batched_tokens,
+            gpu_memory_utilization=self.gpu_memory_utilization,
+        )
+        _require(
+            self.num_generations != 1,
+            "num_generations=1 leaves nothing to compare a completion with; it must be at least 2",
+        )
+        for name, low in (
+            ("num_generations", 2),
+            ("num_generations_eval", 1),
+            ("num_iterations", 1),
+            ("max_completion_length", 1),
+            ("generation_batch_size", 1),
+            ("steps_per_generation", 1),
+            ("ref_model_sync_steps", 1),
+            ("beta", 0),
+            ("epsilon", 0),
+            ("epsilon_high", 0),
+        ):
             _check_range(self, name, low)
         _check_range(self, "ref_model_mixup_alpha", 0, 1)
         for name in ("temperature", "delta"):
             _check_range(self, name, 0, open_low=True)
         self.epsilon_high = self.epsilon if self.epsilon_high is None else self.epsilon_high
-        _require(not (self.sync_ref_model and self.beta == 0),
-                 "sync_ref_model needs a reference model: set beta above 0")
+        _require(
+            not (self.sync_ref_model and self.beta == 0), "sync_ref_model needs a reference model: set beta above 0"
+        )
         weights, rewards = self.reward_weights, self.reward_funcs
-        _require(weights is None or rewards is None or len(weights) == len(rewards),
-                 f"reward_weights has {len(weights or [])} values for {len(rewards or [])} reward_funcs; give one each")
+        _require(
+            weights is None or rewards is None or len(weights) == len(rewards),
+            f"reward_weights has {len(weights or [])} values for {len(rewards or [])} reward_funcs; give one each",
+        )
         self._resolve_generation_batch()
 
     def _resolve_generation_batch(self) -> None:
@@ -403,26 +498,42 @@ class GRPOConfig(TrainerConfig):
         size, steps = self.per_device_train_batch_size, self.steps_per_generation
         batch, accumulation = self.generation_batch_size, self.gradient_accumulation_steps
         if batch is not None:
-            _require(batch % size == 0, f"generation_batch_size={batch} must be a multiple of "
-                                        f"per_device_train_batch_size={size}; {batch} % {size} = {batch % size}")
-            _require(steps in (None, batch // size),
-                     f"generation_batch_size={batch} / per_device_train_batch_size={size} = {batch // size} but "
-                     f"steps_per_generation={steps}; give only one")
+            _require(
+                batch % size == 0,
+                f"generation_batch_size={batch} must be a multiple of "
+                f"per_device_train_batch_size={size}; {batch} % {size} = {batch % size}",
+            )
+            _require(
+                steps in (None, batch // size),
+                f"generation_batch_size={batch} / per_device_train_batch_size={size} = {batch // size} but "
+                f"steps_per_generation={steps}; give only one",
+            )
             steps = batch // size
         self.steps_per_generation = steps = accumulation if steps is None else steps
         self.generation_batch_size = batch = size * steps
         group = self.num_generations
-        _require(batch % group == 0,
-                 f"the generation batch of {batch} completions (per_device_train_batch_size={size} * "
-                 f"steps_per_generation={steps}) must be a multiple of num_generations={group}; "
-                 f"{batch} % {group} = {batch % group}")
+        _require(
+            batch % group == 0,
+            f"the generation batch of {batch} completions (per_device_train_batch_size={size} * "
+            f"steps_per_generation={steps}) must be a multiple of num_generations={group}; "
+            f"{batch} % {group} = {batch % group}",
+        )
         # An optimiser step that spanned two generation batches would average over different policies.
-        _require(steps % accumulation == 0,
-                 f"steps_per_generation={steps} must be a multiple of gradient_accumulation_steps={accumulation}; "
-                 f"{steps} % {accumulation} = {steps % accumulation}")
+        _require(
+            steps % accumulation == 0,
+            f"steps_per_generation={steps} must be a multiple of gradient_accumulation_steps={accumulation}; "
+            f"{steps} % {accumulation} = {steps % accumulation}",
+        )
 
     def sampling_params(self, **changes: Any) -> SamplingParams:
         """The training rollouts' SamplingParams (with log-probs), with `changes` applied."""
-        values = dict(temperature=self.temperature, top_p=self.top_p, top_k=self.top_k, min_p=self.min_p or 0.0,
-                      repetition_penalty=self.repetition_penalty, max_tokens=self.max_completion_length, logprobs=True)
+        values = dict(
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p or 0.0,
+            repetition_penalty=self.repetition_penalty,
+            max_tokens=self.max_completion_length,
+            logprobs=True,
+        )
         return SamplingParams(**(values | changes))

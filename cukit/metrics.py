@@ -100,7 +100,9 @@ class Timer:
     def pop(self) -> dict[str, float]:
         """{"time/<phase>": seconds, ..., "step_time": seconds since the last pop}; starts anew."""
         now = time.perf_counter()
-        result = {f"time/{phase}": seconds for phase, seconds in self._seconds.items()} | {"step_time": now - self._start}
+        result = {f"time/{phase}": seconds for phase, seconds in self._seconds.items()} | {
+            "step_time": now - self._start
+        }
         self._seconds, self._start = {}, now
         return result
 
@@ -143,11 +145,15 @@ class Progress:
                     yield from (text.Text(task.fields["numbers"]) for task in self.tasks)
 
             self._bar = Display(
-                progress.TextColumn("{task.description}"), progress.BarColumn(), progress.MofNCompleteColumn(),
-                progress.TextColumn("{task.fields[left]}"))
+                progress.TextColumn("{task.description}"),
+                progress.BarColumn(),
+                progress.MofNCompleteColumn(),
+                progress.TextColumn("{task.fields[left]}"),
+            )
             self._bar.start()
-            self._task = self._bar.add_task(self.label, total=self.total_steps, completed=self.start_step, numbers="",
-                                            left="")
+            self._task = self._bar.add_task(
+                self.label, total=self.total_steps, completed=self.start_step, numbers="", left=""
+            )
         return self
 
     def __exit__(self, *error) -> None:
@@ -161,13 +167,20 @@ class Progress:
 
     def update(self, step: int, metrics: dict) -> None:
         self._shown |= {name: metrics[name] for name, _, _ in _SHOWN if plain_value(metrics.get(name)) is not None}
-        numbers = "  ".join(f"{label} {text.format(self._shown[name])}" for name, label, text in _SHOWN
-                            if name in self._shown)
+        numbers = "  ".join(
+            f"{label} {text.format(self._shown[name])}" for name, label, text in _SHOWN if name in self._shown
+        )
         if self._bar is not None:
             self._bar.update(self._task, completed=step, numbers=numbers, left=self._time_left(step))
         else:
-            print("  ".join(filter(None, [f"{self.label} step {step}/{self.total_steps}".strip(), numbers,
-                                          self._time_left(step)])), flush=True)
+            print(
+                "  ".join(
+                    filter(
+                        None, [f"{self.label} step {step}/{self.total_steps}".strip(), numbers, self._time_left(step)]
+                    )
+                ),
+                flush=True,
+            )
 
     def message(self, text: str) -> None:
         """Print a line above the display. `text` may be a model's own: it is never read as markup."""

@@ -39,16 +39,31 @@ class Parser(argparse.ArgumentParser):
 
 def parse(commands: dict[str, Command], argv: list[str]) -> tuple[str, dict]:
     """-> (name of the subcommand, the options that were given, with the types of their fields)."""
-    parser = Parser(prog="cukit", description="Train and run language models without PyTorch.", allow_abbrev=False,
-                    usage="cukit COMMAND [--option value ...]", epilog="cukit COMMAND --help shows a command's options.")
+    parser = Parser(
+        prog="cukit",
+        description="Train and run language models without PyTorch.",
+        allow_abbrev=False,
+        usage="cukit COMMAND [--option value ...]",
+        epilog="cukit COMMAND --help shows a command's options.",
+    )
     parser.add_argument("--version", action="version", version=f"cukit {cukit.__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, command in commands.items():
-        add_options(subparsers.add_parser(name, help=command.help, description=command.help.capitalize() + ".",
-                                          usage=f"cukit {name} [--option value ...]", allow_abbrev=False), command)
+        add_options(
+            subparsers.add_parser(
+                name,
+                help=command.help,
+                description=command.help.capitalize() + ".",
+                usage=f"cukit {name} [--option value ...]",
+                allow_abbrev=False,
+            ),
+            command,
+        )
     argv = _joined(commands, argv)
     if argv and not argv[0].startswith("-") and argv[0] not in commands:
-        raise ValueError(f"unknown command {argv[0]!r}{nearest(argv[0], commands)}; the commands are {', '.join(commands)}")
+        raise ValueError(
+            f"unknown command {argv[0]!r}{nearest(argv[0], commands)}; the commands are {', '.join(commands)}"
+        )
     namespace, unknown = parser.parse_known_args([_underscored(word) for word in argv] or ["--help"])
     given = vars(namespace)
     name = given.pop("command")
@@ -78,7 +93,12 @@ def _underscored(word: str) -> str:
 
 def add_options(parser: argparse.ArgumentParser, command: Command) -> None:
     if command.parts:
-        parser.add_argument("--config", default=argparse.SUPPRESS, metavar="FILE", help="YAML file of options; options given here override it")
+        parser.add_argument(
+            "--config",
+            default=argparse.SUPPRESS,
+            metavar="FILE",
+            help="YAML file of options; options given here override it",
+        )
     for name, item in command_fields(command).items():
         kind = without_none(item.type)
         more = {"nargs": "?", "const": "true"} if kind is bool else {"nargs": "+"} if get_origin(kind) is list else {}
@@ -86,8 +106,13 @@ def add_options(parser: argparse.ArgumentParser, command: Command) -> None:
         default = default_of(item)
         text = item.metadata.get("help", "") + (f" ({', '.join(choices)})" if choices else "")
         text += "" if default is None else f" [{default}]"
-        parser.add_argument(f"--{name}", default=argparse.SUPPRESS, help=text.replace("%", "%%"),
-                            metavar=METAVARS.get(kind, "TEXT"), **more)
+        parser.add_argument(
+            f"--{name}",
+            default=argparse.SUPPRESS,
+            help=text.replace("%", "%%"),
+            metavar=METAVARS.get(kind, "TEXT"),
+            **more,
+        )
 
 
 def resolve(command: Command, given: dict) -> dict:
@@ -166,7 +191,9 @@ def make(cls: type, values: dict):
 
 def engine_options(values: dict) -> dict:
     """The EngineConfig fields among the values; `seed` is the sampling's."""
-    return {item.name: values[item.name] for item in fields(EngineConfig) if item.name in values and item.name != "seed"}
+    return {
+        item.name: values[item.name] for item in fields(EngineConfig) if item.name in values and item.name != "seed"
+    }
 
 
 def default_of(item: Field):
@@ -180,7 +207,11 @@ def nearest(word: str, known, prefix: str = "") -> str:
 
 def without_none(kind):
     """X of `X | None`."""
-    return next(part for part in get_args(kind) if part is not types.NoneType) if isinstance(kind, types.UnionType) else kind
+    return (
+        next(part for part in get_args(kind) if part is not types.NoneType)
+        if isinstance(kind, types.UnionType)
+        else kind
+    )
 
 
 def coerce_all(command: Command, values: dict, where: str) -> dict:
@@ -196,7 +227,9 @@ def coerce(item: Field, value, where: str):
     try:
         return _convert(kind, value, item.metadata.get("choices") or ())
     except (ValueError, TypeError) as error:
-        expected = {int: "a whole number", float: "a number", bool: "true or false", dict: "a JSON object"}.get(kind, "text")
+        expected = {int: "a whole number", float: "a number", bool: "true or false", dict: "a JSON object"}.get(
+            kind, "text"
+        )
         raise ValueError(f"{where}{item.name} must be {expected}, got {value!r}") from error
 
 
@@ -206,7 +239,9 @@ def _convert(kind, value, choices=()):
     if kind is dict:
         value = json.loads(value) if isinstance(value, str) else value
     elif kind is bool and isinstance(value, str):
-        value = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}.get(value.lower(), value)
+        value = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}.get(
+            value.lower(), value
+        )
     elif kind is int and isinstance(value, str):
         value = int(value)
     elif kind is float and isinstance(value, (str, int)) and not isinstance(value, bool):

@@ -1,7 +1,7 @@
 """The one harness of the op tests. Inputs say their role by dtype:
 
-float64 arrays are in the model's dtype (rounded to it first), float32 arrays stay float32 statistics (norm weights, tables),
-integers and bools stay as they are. Sum(array) marks a float32 buffer that the function adds into.
+float64 arrays are in the model's dtype (rounded to it first), float32 arrays stay float32 statistics (norm weights,
+tables), integers and bools stay as they are. Sum(array) marks a float32 buffer that the function adds into.
 """
 
 from dataclasses import dataclass
@@ -37,7 +37,8 @@ def statistics(*shape, seed=0, around=0.0, scale=1.0):
 def check_gradient(op, *inputs, eps=1e-5, rtol=2e-6, seed=0):
     """Compare op's backward with a central difference along one random direction, in float64.
 
-    op(*Tensors or constants) -> Tensor or tuple of Tensors; float arrays become Parameters, everything else is passed on.
+    op(*Tensors or constants) -> Tensor or tuple of Tensors; float arrays become Parameters, everything else is passed
+    on.
     """
     generator = np.random.default_rng(seed)
     is_float = [isinstance(x, np.ndarray) and x.dtype.kind == "f" for x in inputs]
@@ -73,9 +74,10 @@ def check_kernel(name, *args, dtypes=DTYPES, exact=(), twice=True, yardsticks=No
     """Run the function `name` of both shelves for each dtype and compare.
 
     Truth: NumPy in float64 on the rounded inputs. Yardstick: NumPy in the model's own dtype. Required:
-    error(kernel) ≤ 2 · error(yardstick) + one ulp at the largest value, shapes and dtypes equal, the same bits on a second call.
-    `exact`: indices of outputs that must equal the yardstick (integers). `yardsticks`: output index -> function of the NumPy dtype that
-    gives a float32 yardstick for half types, where a sum on tensor cores stays float32 (see tensor_core_product).
+    error(kernel) ≤ 2 · error(yardstick) + one ulp at the largest value, shapes and dtypes equal, the same bits on a
+    second call. `exact`: indices of outputs that must equal the yardstick (integers). `yardsticks`: output index ->
+    function of the NumPy dtype that gives a float32 yardstick for half types, where a sum on tensor cores stays float32
+    (see tensor_core_product).
     """
     host, device = backend_for("cpu"), backend_for("cuda")
     for dtype in dtypes:
@@ -113,14 +115,20 @@ def _call(backend, name, args, dtype, precise=False):
 
 
 def _compare(what, got, near, true, exact):
-    assert got.shape == near.shape and got.dtype == near.dtype, f"{what}: {got.shape} {got.dtype}, NumPy {near.shape} {near.dtype}"
+    assert got.shape == near.shape and got.dtype == near.dtype, (
+        f"{what}: {got.shape} {got.dtype}, NumPy {near.shape} {near.dtype}"
+    )
     if exact or got.dtype.kind in "iub":
-        assert np.array_equal(got, near), f"{what}: differs from NumPy in {np.count_nonzero(got != near)} of {got.size} places"
+        assert np.array_equal(got, near), (
+            f"{what}: differs from NumPy in {np.count_nonzero(got != near)} of {got.size} places"
+        )
         return
     if not got.size:
         return
     got64, near64 = got.astype(np.float64), near.astype(np.float64)
-    assert np.array_equal(np.isfinite(got64), np.isfinite(near64)), f"{what}: non-finite values where NumPy has none, or the reverse"
+    assert np.array_equal(np.isfinite(got64), np.isfinite(near64)), (
+        f"{what}: non-finite values where NumPy has none, or the reverse"
+    )
     finite = np.isfinite(true)
     if not finite.any():
         return
@@ -130,15 +138,17 @@ def _compare(what, got, near, true, exact):
 
 
 def tensor_core_product(a, b):
-    """a bᵀ over the last axis as a tensor core sums it: one float32 accumulator over k in ascending steps of 16, truncated at each step.
+    """a bᵀ over the last axis as a tensor core sums it: one float32 accumulator over k in ascending steps of 16,
+    truncated at each step.
 
-    a (…, M, K), b (…, N, K) -> (…, M, N) float32. Fasi et al. 2021, "Numerical behavior of NVIDIA tensor cores". NumPy's product keeps
-    many partial sums and rounds, which no tensor core does: where a sum is not rounded to the model's dtype afterwards, this is the yardstick.
+    a (…, M, K), b (…, N, K) -> (…, M, N) float32. Fasi et al. 2021, "Numerical behavior of NVIDIA tensor cores".
+    NumPy's product keeps many partial sums and rounds, which no tensor core does: where a sum is not rounded to the
+    model's dtype afterwards, this is the yardstick.
     """
     a, b = a.astype(np.float64), b.astype(np.float64)
     total = np.zeros((*a.shape[:-1], b.shape[-2]), np.float32)
     for k in range(0, a.shape[-1], 16):
-        exact = total + a[..., k:k + 16] @ np.swapaxes(b[..., k:k + 16], -1, -2)
+        exact = total + a[..., k : k + 16] @ np.swapaxes(b[..., k : k + 16], -1, -2)
         total = exact.astype(np.float32)
         total = np.where(np.abs(total) > np.abs(exact), np.nextafter(total, np.float32(0)), total)
     return total

@@ -35,7 +35,17 @@ LAYERS = {
     "cukit": set(),
     "cukit_cli": {"cukit", "options", "bench", "trainers", "engine", "models", "backend", "config"} | STATE,
 }
-RUNTIME_LIBRARIES = {"numpy", "ml_dtypes", "safetensors", "tokenizers", "yaml", "jinja2", "markupsafe", "rich", "threadpoolctl"}
+RUNTIME_LIBRARIES = {
+    "numpy",
+    "ml_dtypes",
+    "safetensors",
+    "tokenizers",
+    "yaml",
+    "jinja2",
+    "markupsafe",
+    "rich",
+    "threadpoolctl",
+}
 OPTIONAL_LIBRARIES = {"huggingface_hub", "pyarrow", "matplotlib", "math_verify", "mpi4py"}
 
 
@@ -66,7 +76,9 @@ def imports_of(path: Path) -> list[tuple[int, str]]:
         elif isinstance(node, ast.ImportFrom):
             base = ".".join(package[: len(package) - node.level + 1]) if node.level else ""
             name = ".".join(filter(None, [base, node.module]))
-            found += [(node.lineno, f"{name}.{alias.name}" if name.startswith("cukit") else name) for alias in node.names]
+            found += [
+                (node.lineno, f"{name}.{alias.name}" if name.startswith("cukit") else name) for alias in node.names
+            ]
     return found
 
 
@@ -103,9 +115,11 @@ def test_tests_need_no_torch():
 
 
 def test_cpu_use_imports_no_cupy():
-    code = ("import sys, cukit, cukit_cli; from cukit import LLM, SamplingParams, GRPOTrainer, SFTTrainer;"
-            "from cukit.backend import backend_for; backend_for('cpu');"
-            "sys.exit(' '.join({'cupy', 'torch', 'transformers'} & set(sys.modules)) or 0)")
+    code = (
+        "import sys, cukit, cukit_cli; from cukit import LLM, SamplingParams, GRPOTrainer, SFTTrainer;"
+        "from cukit.backend import backend_for; backend_for('cpu');"
+        "sys.exit(' '.join({'cupy', 'torch', 'transformers'} & set(sys.modules)) or 0)"
+    )
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
 
@@ -128,7 +142,10 @@ def test_shelves_have_equal_names_and_signatures():
         if not cuda_file.exists():
             continue
         if numpy_file.name == "__init__.py":
-            exported = [{module.rsplit(".", 1)[-1] for _, module in imports_of(path) if layer_of(module)} for path in (numpy_file, cuda_file)]
+            exported = [
+                {module.rsplit(".", 1)[-1] for _, module in imports_of(path) if layer_of(module)}
+                for path in (numpy_file, cuda_file)
+            ]
             assert exported[1] in (set(), exported[0]), "the shelves export different names"
         else:
             assert public_signatures(numpy_file) == public_signatures(cuda_file), numpy_file.name

@@ -20,7 +20,20 @@ from cukit.config import ModelConfig
 from cukit.models.weights import load_config
 from cukit.options import bundled
 
-SMALL = ["--tokens", "24", "--sequences", "3", "--context", "20", "--batch", "4", "--repeats", "1", "--batch_milliseconds", "0.01"]
+SMALL = [
+    "--tokens",
+    "24",
+    "--sequences",
+    "3",
+    "--context",
+    "20",
+    "--batch",
+    "4",
+    "--repeats",
+    "1",
+    "--batch_milliseconds",
+    "0.01",
+]
 
 
 def bench(dtype="float32", model="tiny", **sizes):
@@ -60,7 +73,10 @@ def test_bytes_and_flops_by_hand():
     assert cost(b, "attention_forward") == (24 * 256 * 4 + 24 * 128 * 4 + 24 * 4 * 4, 3 * 36 * 4 * 4 * 32)
     assert cost(b, "attention_backward")[1] == 3 * 36 * 10 * 4 * 32
     # two blocks a sequence; 4 queries and results of 128, 4 · 20 keys and values of 64, 4 lengths, 8 blocks
-    assert cost(b, "paged_decode_attention") == (4 * 2 * 128 * 4 + 4 * 20 * 2 * 64 * 4 + 4 * 4 + 8 * 4, 4 * 20 * 4 * 4 * 32)
+    assert cost(b, "paged_decode_attention") == (
+        4 * 2 * 128 * 4 + 4 * 20 * 2 * 64 * 4 + 4 * 4 + 8 * 4,
+        4 * 20 * 4 * 4 * 32,
+    )
     assert cost(b, "paged_prefill_attention", 1)[1] == 3 * (8 * 20 + 36) * 4 * 4 * 32
     assert cost(b, "linear_forward", 1) == (4 * (1 * 128 + 256 * 128 + 1 * 256), 2 * 128 * 256)
     assert cost(b, "linear_backward_weight") == (4 * 24 * (128 + 256) + 8 * 256 * 128, 2 * 24 * 128 * 256)
@@ -108,8 +124,12 @@ def test_shapes():
 def test_workloads_count_their_tokens():
     (n,) = workloads("N", 1.0, 0, 1000)
     assert len(n.prompts) == n.samples == 256
-    assert all(100 <= len(prompt) <= 1024 and 100 <= params.max_tokens <= 1024 for prompt, params in zip(n.prompts, n.params))
-    assert n.prompt_tokens == sum(len(prompt) for prompt in n.prompts) and n.output_tokens == sum(params.max_tokens for params in n.params)
+    assert all(
+        100 <= len(prompt) <= 1024 and 100 <= params.max_tokens <= 1024 for prompt, params in zip(n.prompts, n.params)
+    )
+    assert n.prompt_tokens == sum(len(prompt) for prompt in n.prompts) and n.output_tokens == sum(
+        params.max_tokens for params in n.params
+    )
     (g,) = workloads("G", 1.0, 0, 1000)
     assert (len(g.prompts), g.samples, g.prompt_tokens, g.output_tokens, g.longest) == (64, 512, 12_800, 262_144, 712)
     assert [load.samples for load in workloads("decode", 1.0, 0, 1000)] == [1, 8]
@@ -165,12 +185,23 @@ def test_kernels_writes_what_it_shows(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr("cukit.bench.kernels.MOST_COPIES", 2)
     printed, report = run(capsys, tmp_path, "kernels", *SMALL)
     assert is_shown(report, printed) and headline(report) in printed and "RANDOM weights" in printed
-    assert report["model"] == "tiny" and report["weights"] == "random" and report["dtype"] == "float32" and report["device_name"]
+    assert (
+        report["model"] == "tiny"
+        and report["weights"] == "random"
+        and report["dtype"] == "float32"
+        and report["device_name"]
+    )
     names = {row["name"] for row in report["rows"]}
-    kept = {name for name in backend_for("cpu").__all__ if name.endswith(("_forward", "_backward", "_attention", "_step"))}
+    kept = {
+        name for name in backend_for("cpu").__all__ if name.endswith(("_forward", "_backward", "_attention", "_step"))
+    }
     assert kept | {"linear_backward_input", "linear_backward_weight", "sample", "store_kv", "sum_of_squares"} <= names
     for row in report["rows"]:
-        assert row["microseconds"] > 0 and np.isclose(row["gb_per_s"], row["bytes"] / row["microseconds"] / 1e3) and row["copies"] == 2
+        assert (
+            row["microseconds"] > 0
+            and np.isclose(row["gb_per_s"], row["bytes"] / row["microseconds"] / 1e3)
+            and row["copies"] == 2
+        )
         assert not row["cold"] and "in cache" in row["note"]
 
 
@@ -193,11 +224,27 @@ def test_generate(capsys, tmp_path, workload, rows):
 
 
 def test_train(capsys, tmp_path):
-    printed, report = run(capsys, tmp_path, "train", "--rows", "3", "--tokens_per_row", "12", "--completion", "7", "--repeats", "1",
-                          "--max_tokens_per_batch", "24")
+    printed, report = run(
+        capsys,
+        tmp_path,
+        "train",
+        "--rows",
+        "3",
+        "--tokens_per_row",
+        "12",
+        "--completion",
+        "7",
+        "--repeats",
+        "1",
+        "--max_tokens_per_batch",
+        "24",
+    )
     assert is_shown(report, printed) and report["micro_batches"] == 2
     assert [(row["gradient_checkpointing"], row["tokens"], row["completion_tokens"]) for row in report["rows"]] == [
-        (None, 36, 21), (True, 36, 21), (False, 36, 21)]
+        (None, 36, 21),
+        (True, 36, 21),
+        (False, 36, 21),
+    ]
     assert all(row["tokens_per_s"] > 0 and row["peak_gb"] > 0 for row in report["rows"])
 
 
@@ -212,27 +259,37 @@ def test_training_that_does_not_fit_is_said(capsys, tmp_path, monkeypatch):
 
     monkeypatch.setattr("cukit.bench.train._train", fails)
     printed, report = run(capsys, tmp_path, "train", "--rows", "1", "--repeats", "1")
-    assert is_shown(report, printed) and "out of memory: lower --max_tokens_per_batch" in printed and report["rows"][0]["seconds"] > 0
+    assert (
+        is_shown(report, printed)
+        and "out of memory: lower --max_tokens_per_batch" in printed
+        and report["rows"][0]["seconds"] > 0
+    )
 
 
-@pytest.mark.parametrize("argv, message", [
-    ([], "bench must be followed by kernels, generate, train"),
-    (["kernel"], "got 'kernel'"),
-    (["kernels", "--only", "attention"], "only: 'attention' is not measured (did you mean attention_"),
-    (["kernels", "--tokens", "0"], "tokens must be at least 1, got 0"),
-    (["kernels", "--tokens", "4", "--sequences", "5"], "sequences=5 must not exceed tokens=4"),
-    (["kernels", "--batch_milliseconds", "0"], "batch_milliseconds must be above 0"),
-    (["kernels", "--model", "qwen"], "model 'qwen' is neither a shape"),
-    (["kernels", "--output", "nowhere/report.json"], "output 'nowhere/report.json' cannot be written"),
-    (["kernels", "--workload", "N"], "unknown option --workload"),
-    (["generate", "--workload", "L"], "workload must be one of N, G, decode, got 'L'"),
-    (["generate", "--scale", "0"], "scale must be above 0 and at most 1"),
-    (["generate", "--scale", "1"], "exceed the 256 positions of tiny: lower --scale"),
-    (["generate", "--scale", "0.05", "--max_model_len", "12"], "max_model_len"),
-    (["generate", "--scale", "0.05", "--workload", "decode", "--max_num_seqs", "3"], "8 requests did not decode together"),
-    (["train", "--tokens_per_row", "512", "--completion", "2"], "512 tokens a sequence exceed the 256 positions"),
-    (["train", "--tokens_per_row", "10", "--completion", "10"], "completion=10 must be below tokens_per_row=10"),
-])
+@pytest.mark.parametrize(
+    "argv, message",
+    [
+        ([], "bench must be followed by kernels, generate, train"),
+        (["kernel"], "got 'kernel'"),
+        (["kernels", "--only", "attention"], "only: 'attention' is not measured (did you mean attention_"),
+        (["kernels", "--tokens", "0"], "tokens must be at least 1, got 0"),
+        (["kernels", "--tokens", "4", "--sequences", "5"], "sequences=5 must not exceed tokens=4"),
+        (["kernels", "--batch_milliseconds", "0"], "batch_milliseconds must be above 0"),
+        (["kernels", "--model", "qwen"], "model 'qwen' is neither a shape"),
+        (["kernels", "--output", "nowhere/report.json"], "output 'nowhere/report.json' cannot be written"),
+        (["kernels", "--workload", "N"], "unknown option --workload"),
+        (["generate", "--workload", "L"], "workload must be one of N, G, decode, got 'L'"),
+        (["generate", "--scale", "0"], "scale must be above 0 and at most 1"),
+        (["generate", "--scale", "1"], "exceed the 256 positions of tiny: lower --scale"),
+        (["generate", "--scale", "0.05", "--max_model_len", "12"], "max_model_len"),
+        (
+            ["generate", "--scale", "0.05", "--workload", "decode", "--max_num_seqs", "3"],
+            "8 requests did not decode together",
+        ),
+        (["train", "--tokens_per_row", "512", "--completion", "2"], "512 tokens a sequence exceed the 256 positions"),
+        (["train", "--tokens_per_row", "10", "--completion", "10"], "completion=10 must be below tokens_per_row=10"),
+    ],
+)
 def test_wrong_options(capsys, argv, message):
     argv = ["bench", *argv] + (["--device", "cpu"] if argv[1:] else [])
     assert cukit_cli.main(argv) == 2

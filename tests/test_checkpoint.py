@@ -71,7 +71,12 @@ def test_latest_is_by_number_and_rotation_drops_the_oldest(tmp_path):
 
 def test_resume_from_checkpoint_may_be_a_checkpoint_a_run_or_latest(tmp_path, model):
     folder = save_checkpoint(tmp_path / "checkpoint-5", model, None, {}, {})
-    assert find_checkpoint(folder, None) == find_checkpoint(tmp_path, None) == find_checkpoint("latest", tmp_path) == folder
+    assert (
+        find_checkpoint(folder, None)
+        == find_checkpoint(tmp_path, None)
+        == find_checkpoint("latest", tmp_path)
+        == folder
+    )
     with pytest.raises(ValueError, match="output_dir"):
         find_checkpoint("latest", None)
     with pytest.raises(ValueError, match="neither a checkpoint nor a run folder"):
@@ -95,7 +100,10 @@ def test_damaged_state_is_named(tmp_path, model):
 
 def test_a_run_folder_is_fresh_or_named(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert [str(open_run_folder(None, "grpo tiny/x")) for _ in range(2)] == ["runs/grpo-tiny-x-001", "runs/grpo-tiny-x-002"]
+    assert [str(open_run_folder(None, "grpo tiny/x")) for _ in range(2)] == [
+        "runs/grpo-tiny-x-001",
+        "runs/grpo-tiny-x-002",
+    ]
     named = open_run_folder("mine", "grpo")
     write_run_config(named, {"learning_rate": 1e-4, "reward_funcs": ["gsm8k"]})
     assert yaml.safe_load((named / "config.yaml").read_text()) == {"learning_rate": 1e-4, "reward_funcs": ["gsm8k"]}

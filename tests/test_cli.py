@@ -38,7 +38,11 @@ def fails(capsys):
     def run(*argv) -> str:
         capsys.readouterr()
         assert cukit_cli.main([str(word) for word in argv]) == 2
-        lines = [line for line in capsys.readouterr().err.splitlines() if "(bundled; " not in line and not line.startswith("recipe: ")]
+        lines = [
+            line
+            for line in capsys.readouterr().err.splitlines()
+            if "(bundled; " not in line and not line.startswith("recipe: ")
+        ]
         assert len(lines) == 1 and lines[0].startswith("error: "), lines
         return lines[0]
 
@@ -61,7 +65,9 @@ def test_with_a_model_the_dataclass_defaults_hold_and_bundled_files_are_announce
     values = options("grpo", "--model", "somewhere")
     assert make(GRPOConfig, values) == GRPOConfig(reward_funcs=["gsm8k"])
     announced = capsys.readouterr().err
-    assert all(f"{name}: " in announced for name in ("data", "eval_data", "reward_funcs")) and "model: " not in announced
+    assert (
+        all(f"{name}: " in announced for name in ("data", "eval_data", "reward_funcs")) and "model: " not in announced
+    )
 
 
 def test_own_data_is_not_evaluated_on_the_bundled_rows():
@@ -69,11 +75,34 @@ def test_own_data_is_not_evaluated_on_the_bundled_rows():
 
 
 def test_yaml_gives_the_same_as_options(tmp_path):
-    (tmp_path / "run.yaml").write_text("model: m\ndata: d\nlearning_rate: 1e-4\neval_strategy: no\nscale_rewards: false\nmin_p: null\n"
-                                       "reward_funcs: exact\nreward_weights: [1, 2]\nchat_template_kwargs: {enable_thinking: false}\n")
-    from_file = options("grpo", "--config", str(tmp_path / "run.yaml"), "--learning_rate", "2e-4", "--reward_weights", "1")
-    given = options("grpo", "--model", "m", "--data", "d", "--learning_rate", "2e-4", "--eval_strategy", "no", "--scale_rewards", "none",
-                    "--min_p", "none", "--reward_funcs", "exact", "--reward_weights", "1", "--chat_template_kwargs", '{"enable_thinking": false}')
+    (tmp_path / "run.yaml").write_text(
+        "model: m\ndata: d\nlearning_rate: 1e-4\neval_strategy: no\nscale_rewards: false\nmin_p: null\n"
+        "reward_funcs: exact\nreward_weights: [1, 2]\nchat_template_kwargs: {enable_thinking: false}\n"
+    )
+    from_file = options(
+        "grpo", "--config", str(tmp_path / "run.yaml"), "--learning_rate", "2e-4", "--reward_weights", "1"
+    )
+    given = options(
+        "grpo",
+        "--model",
+        "m",
+        "--data",
+        "d",
+        "--learning_rate",
+        "2e-4",
+        "--eval_strategy",
+        "no",
+        "--scale_rewards",
+        "none",
+        "--min_p",
+        "none",
+        "--reward_funcs",
+        "exact",
+        "--reward_weights",
+        "1",
+        "--chat_template_kwargs",
+        '{"enable_thinking": false}',
+    )
     assert make(GRPOConfig, from_file) == make(GRPOConfig, given)
     assert make(GRPOConfig, given).reward_weights == [1.0]
 
@@ -83,36 +112,42 @@ def test_flags_need_no_value():
     assert options("sft", "--gradient_checkpointing", "no")["gradient_checkpointing"] is False
 
 
-@pytest.mark.parametrize("argv, message", [
-    (["grop"], "unknown command 'grop'; did you mean grpo?"),
-    (["sft", "--max_step", "3"], "unknown option --max_step; did you mean --max_steps?"),
-    (["grpo", "--num-generation=4"], "unknown option --num_generation; did you mean --num_generations?"),
-    (["sft", "--num_generations", "4"], "unknown option --num_generations"),
-    (["grpo", "--max_steps", "many"], "--max_steps must be a whole number, got 'many'"),
-    (["grpo", "--max_steps", "1.5"], "--max_steps must be a whole number, got '1.5'"),
-    (["grpo", "--beta", "x"], "--beta must be a number, got 'x'"),
-    (["sft", "--packing", "maybe"], "--packing must be true or false, got 'maybe'"),
-    (["grpo", "--chat_template_kwargs", "{"], "--chat_template_kwargs must be a JSON object"),
-    (["grpo", "--max_steps"], "expected one argument"),
-    (["grpo", "--config", "missing.yaml"], "config missing.yaml cannot be read"),
-    (["grpo", "--num_generations", "1"], "num_generations=1"),
-    (["grpo", "--num_generations", "3"], "128 % 3 = 2"),
-    (["grpo", "--resume_from_checkpoint", "latest"], "output_dir"),
-    (["eval", "--limit", "0"], "limit must be at least 1"),
-    (["generate", "--temperature", "-1", "--prompt", "x"], "temperature must be at least 0"),
-])
+@pytest.mark.parametrize(
+    "argv, message",
+    [
+        (["grop"], "unknown command 'grop'; did you mean grpo?"),
+        (["sft", "--max_step", "3"], "unknown option --max_step; did you mean --max_steps?"),
+        (["grpo", "--num-generation=4"], "unknown option --num_generation; did you mean --num_generations?"),
+        (["sft", "--num_generations", "4"], "unknown option --num_generations"),
+        (["grpo", "--max_steps", "many"], "--max_steps must be a whole number, got 'many'"),
+        (["grpo", "--max_steps", "1.5"], "--max_steps must be a whole number, got '1.5'"),
+        (["grpo", "--beta", "x"], "--beta must be a number, got 'x'"),
+        (["sft", "--packing", "maybe"], "--packing must be true or false, got 'maybe'"),
+        (["grpo", "--chat_template_kwargs", "{"], "--chat_template_kwargs must be a JSON object"),
+        (["grpo", "--max_steps"], "expected one argument"),
+        (["grpo", "--config", "missing.yaml"], "config missing.yaml cannot be read"),
+        (["grpo", "--num_generations", "1"], "num_generations=1"),
+        (["grpo", "--num_generations", "3"], "128 % 3 = 2"),
+        (["grpo", "--resume_from_checkpoint", "latest"], "output_dir"),
+        (["eval", "--limit", "0"], "limit must be at least 1"),
+        (["generate", "--temperature", "-1", "--prompt", "x"], "temperature must be at least 0"),
+    ],
+)
 def test_wrong_options(fails, argv, message):
     assert message in fails(*argv)
 
 
-@pytest.mark.parametrize("text, message", [
-    ("model: m\nmax_step: 3\n", "unknown option 'max_step' in run.yaml; did you mean max_steps?"),
-    ("data: [", "is not YAML"),
-    ("- 1\n", "must hold 'option: value' lines"),
-    ("data: d\n", "names no model"),
-    ("model: m\nmax_steps: lots\n", "run.yaml: max_steps must be a whole number, got 'lots'"),
-    ("model: m\nmax_steps:\n", "run.yaml: max_steps must be a whole number, got None"),
-])
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("model: m\nmax_step: 3\n", "unknown option 'max_step' in run.yaml; did you mean max_steps?"),
+        ("data: [", "is not YAML"),
+        ("- 1\n", "must hold 'option: value' lines"),
+        ("data: d\n", "names no model"),
+        ("model: m\nmax_steps: lots\n", "run.yaml: max_steps must be a whole number, got 'lots'"),
+        ("model: m\nmax_steps:\n", "run.yaml: max_steps must be a whole number, got None"),
+    ],
+)
 def test_wrong_yaml(fails, tmp_path, monkeypatch, text, message):
     monkeypatch.chdir(tmp_path)
     Path("run.yaml").write_text(text)
@@ -164,8 +199,15 @@ def test_doctor(capsys):
 def test_sft_writes_a_run_that_resumes_with_its_own_options(tiny, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(tiny.parent, run)
-    assert cukit_cli.main(["sft", "--resume_from_checkpoint", str(run), "--max_steps", "2", "--logging_steps", "1"]) == 0
-    assert sorted(path.name for path in run.iterdir()) == ["checkpoint-1", "checkpoint-2", "config.yaml", "metrics.jsonl"]
+    assert (
+        cukit_cli.main(["sft", "--resume_from_checkpoint", str(run), "--max_steps", "2", "--logging_steps", "1"]) == 0
+    )
+    assert sorted(path.name for path in run.iterdir()) == [
+        "checkpoint-1",
+        "checkpoint-2",
+        "config.yaml",
+        "metrics.jsonl",
+    ]
     assert [row["step"] for row in read_jsonl(run / "metrics.jsonl")] == [1, 2]
     config = yaml.safe_load((run / "config.yaml").read_text())
     assert config["data"].endswith("sft.jsonl") and config["init_from_config"] is True
@@ -175,8 +217,28 @@ def test_grpo_evaluates_before_and_after_and_names_the_run(tiny, tmp_path, capsy
     lines = (ROOT / "data/arithmetic/test.jsonl").read_text().splitlines()[:4]
     (tmp_path / "rows.jsonl").write_text("\n".join(lines) + "\n")
     run = tmp_path / "run"
-    assert cukit_cli.main(["grpo", "--model", str(tiny), "--data", str(tmp_path / "rows.jsonl"), "--eval_data", str(tmp_path / "rows.jsonl"),
-                           "--max_steps", "1", "--logging_steps", "1", "--max_completion_length", "4", "--output_dir", str(run)]) == 0
+    assert (
+        cukit_cli.main(
+            [
+                "grpo",
+                "--model",
+                str(tiny),
+                "--data",
+                str(tmp_path / "rows.jsonl"),
+                "--eval_data",
+                str(tmp_path / "rows.jsonl"),
+                "--max_steps",
+                "1",
+                "--logging_steps",
+                "1",
+                "--max_completion_length",
+                "4",
+                "--output_dir",
+                str(run),
+            ]
+        )
+        == 0
+    )
     out = capsys.readouterr().out.splitlines()
     assert out[-2].startswith("held-out accuracy: ") and out[-1] == f"run folder: {run}"
     rows = read_jsonl(run / "metrics.jsonl")
@@ -196,7 +258,9 @@ def test_generate_streams_the_answer(tiny, capsys):
 
 
 def test_generate_takes_the_sampling_of_the_model_folder(tiny, tmp_path):
-    (tmp_path / "generation_config.json").write_text(json.dumps({"top_k": 20, "temperature": 0.6, "max_new_tokens": 9, "eos_token_id": 1}))
+    (tmp_path / "generation_config.json").write_text(
+        json.dumps({"top_k": 20, "temperature": 0.6, "max_new_tokens": 9, "eos_token_id": 1})
+    )
     assert cukit_cli._generation_defaults(tmp_path) == {"top_k": 20, "temperature": 0.6, "max_tokens": 9}
     (tmp_path / "generation_config.json").write_text('{"do_sample": false}')
     assert cukit_cli._generation_defaults(tmp_path) == {"temperature": 0.0}
@@ -214,10 +278,31 @@ def test_a_conversation_goes_on_after_a_mistake(tiny, monkeypatch, capsys):
 
 def test_eval_prints_the_accuracy(tiny, capsys, tmp_path):
     (tmp_path / "always.py").write_text("def always(completions, **columns):\n    return [1.0] * len(completions)\n")
-    assert cukit_cli.main(["eval", "--model", str(tiny), "--limit", "3", "--max_tokens", "4", "--n", "2",
-                           "--reward_funcs", f"{tmp_path / 'always.py'}:always", "gsm8k"]) == 0
+    assert (
+        cukit_cli.main(
+            [
+                "eval",
+                "--model",
+                str(tiny),
+                "--limit",
+                "3",
+                "--max_tokens",
+                "4",
+                "--n",
+                "2",
+                "--reward_funcs",
+                f"{tmp_path / 'always.py'}:always",
+                "gsm8k",
+            ]
+        )
+        == 0
+    )
     out = capsys.readouterr().out
-    assert out.startswith("accuracy 1.0000 (6 of 6; ") and "rewards/always/mean 1.0000" in out and "rewards/gsm8k/mean" in out
+    assert (
+        out.startswith("accuracy 1.0000 (6 of 6; ")
+        and "rewards/always/mean 1.0000" in out
+        and "rewards/gsm8k/mean" in out
+    )
 
 
 # ---- what a user can get wrong ---------------------------------------------------------------------------------------
@@ -236,7 +321,9 @@ def test_wrong_models(fails, tiny, tmp_path):
     assert "model.norm.weight" in fails("eval", "--model", damaged)
 
 
-@pytest.mark.parametrize("text, named", [("", "rows.jsonl"), ('{"prompt": "1"}\n{"prompt": \n', "2"), ('{"prompt": "1"}\n7\n', "2")])
+@pytest.mark.parametrize(
+    "text, named", [("", "rows.jsonl"), ('{"prompt": "1"}\n{"prompt": \n', "2"), ('{"prompt": "1"}\n7\n', "2")]
+)
 def test_wrong_data(fails, tiny, tmp_path, text, named):
     (tmp_path / "rows.jsonl").write_text(text)
     line = fails("grpo", "--model", tiny, "--data", tmp_path / "rows.jsonl", "--output_dir", tmp_path / "run")
@@ -245,12 +332,27 @@ def test_wrong_data(fails, tiny, tmp_path, text, named):
 
 
 def test_wrong_rewards(fails, tiny, tmp_path):
-    (tmp_path / "mine.py").write_text("def few(completions, **columns):\n    return [1.0]\n\n\ndef broken(**columns):\n    raise KeyError('gold')\n")
+    (tmp_path / "mine.py").write_text(
+        "def few(completions, **columns):\n    return [1.0]\n\n\ndef broken(**columns):\n    raise KeyError('gold')\n"
+    )
     (tmp_path / "rows.jsonl").write_text('{"prompt": [{"role": "user", "content": "1+2"}]}\n')
 
     def run(function):
-        return fails("grpo", "--model", tiny, "--data", tmp_path / "rows.jsonl", "--max_completion_length", "2", "--max_steps", "1",
-                     "--reward_funcs", function, "--output_dir", tmp_path / function.rpartition(":")[2])
+        return fails(
+            "grpo",
+            "--model",
+            tiny,
+            "--data",
+            tmp_path / "rows.jsonl",
+            "--max_completion_length",
+            "2",
+            "--max_steps",
+            "1",
+            "--reward_funcs",
+            function,
+            "--output_dir",
+            tmp_path / function.rpartition(":")[2],
+        )
 
     assert "'few' returned 1 values for 8 completions" in run(f"{tmp_path / 'mine.py'}:few")
     assert "'broken' raised KeyError" in run(f"{tmp_path / 'mine.py'}:broken")

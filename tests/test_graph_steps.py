@@ -1,4 +1,6 @@
-"""When a step is called plainly, captured and replayed, and what is left after a failure: with a stream that only takes notes, without a GPU."""
+"""When a step is called plainly, captured and replayed, and what is left after a failure: with a stream that only takes
+notes, without a GPU.
+"""
 
 import pytest
 

@@ -1,4 +1,6 @@
-"""Every kernel compiles, on a machine without a GPU. Run: pytest tests/test_kernels_compile.py (bf16), -m compile (everything)."""
+"""Every kernel compiles, on a machine without a GPU. Run: pytest tests/test_kernels_compile.py (bf16), -m compile
+(everything).
+"""
 
 import pytest
 
@@ -14,9 +16,13 @@ def own_cache(tmp_path, monkeypatch):
 
 
 def check(compiled):
-    """The loader can call what was compiled, nothing spills at head_dim 64 and 128, and no wgmma waits for the one before it."""
+    """The loader can call what was compiled, nothing spills at head_dim 64 and 128, and no wgmma waits for the one
+    before it.
+    """
     for item in compiled:
-        assert "wgmma.mma_async instructions are serialized" not in item.log, f"{item.family} {item.defines} {item.arch}: {item.log}"
+        assert "wgmma.mma_async instructions are serialized" not in item.log, (
+            f"{item.family} {item.defines} {item.arch}: {item.log}"
+        )
         uses = compiler.kernel_uses(item.log)
         assert {use.name for use in uses} == set(parse_signatures(compiler.source(item.family))), item.family
         assert compiler.cache_path(item.family, item.arch, item.defines).read_bytes() == item.cubin

@@ -1,4 +1,6 @@
-"""The kernel loader and compiler, without a GPU: signatures, arguments, variants, cache keys. Run: pytest tests/test_loader.py"""
+"""The kernel loader and compiler, without a GPU: signatures, arguments, variants, cache keys. Run: pytest
+tests/test_loader.py
+"""
 
 import shutil
 
@@ -38,14 +40,17 @@ def kernel(name="first"):
 
 def test_signatures_are_read_from_the_source():
     found = {name: [str(p) for p in parameters] for name, parameters in loader.parse_signatures(SOURCE).items()}
-    assert found == {"first": ["SCALAR* y", "float* w", "int rows", "long long stride", "float eps", "unsigned long long seed"],
-                     "second": ["void* x"], "third": []}
+    assert found == {
+        "first": ["SCALAR* y", "float* w", "int rows", "long long stride", "float eps", "unsigned long long seed"],
+        "second": ["void* x"],
+        "third": [],
+    }
 
 
 def test_numbers_become_the_declared_type_and_none_a_null_pointer():
     raw, first = kernel()
     first(4, (32, 2), None, None, 7, 2**40, 0.1, 2**63)
-    (grid, block, values, shared), = raw.launches
+    ((grid, block, values, shared),) = raw.launches
     assert (grid, block, shared) == ((4,), (32, 2), 0)
     assert [type(v) for v in values] == [np.uint64, np.uint64, np.int32, np.int64, np.float32, np.uint64]
     assert values[:5] == [0, 0, 7, 2**40, np.float32(0.1)] and values[5] == 2**63
@@ -67,12 +72,15 @@ def test_large_shared_memory_is_allowed_once():
     assert raw.max_dynamic_shared_size_bytes == 100_000
 
 
-@pytest.mark.parametrize("arguments, error, words", [
-    ((None, None, 1, 1, 0.5), TypeError, "takes 6 arguments"),
-    ((None, None, 1.5, 1, 0.5, 1), TypeError, "float"),
-    ((None, None, 2**31, 1, 0.5, 1), OverflowError, "2147483648"),
-    ((np.zeros(3), None, 1, 1, 0.5, 1), TypeError, "wants a cupy array or None, got ndarray"),
-])
+@pytest.mark.parametrize(
+    "arguments, error, words",
+    [
+        ((None, None, 1, 1, 0.5), TypeError, "takes 6 arguments"),
+        ((None, None, 1.5, 1, 0.5, 1), TypeError, "float"),
+        ((None, None, 2**31, 1, 0.5, 1), OverflowError, "2147483648"),
+        ((np.zeros(3), None, 1, 1, 0.5, 1), TypeError, "wants a cupy array or None, got ndarray"),
+    ],
+)
 def test_wrong_arguments_are_refused(arguments, error, words):
     with pytest.raises(error, match=words):
         kernel()[1](1, 32, *arguments)
@@ -93,7 +101,10 @@ def test_a_module_is_made_once():
     assert loader.load("norm", np.dtype("float16")) is loader.load("norm", np.dtype("float16"))
 
 
-@pytest.mark.parametrize("capability, arch", [((8, 0), "sm_80"), ((8, 7), "sm_86"), ((9, 0), "sm_90a"), ((10, 3), "sm_100"), ((12, 1), "sm_120")])
+@pytest.mark.parametrize(
+    "capability, arch",
+    [((8, 0), "sm_80"), ((8, 7), "sm_86"), ((9, 0), "sm_90a"), ((10, 3), "sm_100"), ((12, 1), "sm_120")],
+)
 def test_architecture_of_a_card(capability, arch):
     assert compiler.architecture_for(*capability, [75, 80, 86, 90, 100, 120]) == arch
 
@@ -118,11 +129,17 @@ def test_an_edited_header_changes_the_cache_key(tmp_path, monkeypatch):
     monkeypatch.undo()
     before = compiler.cache_path("norm", "sm_80", {"SCALAR": "bf16"})
     assert keys[0] == keys[1] != before
-    assert before != compiler.cache_path("norm", "sm_90a", {"SCALAR": "bf16"}) != compiler.cache_path("norm", "sm_90a", {"SCALAR": "f16"})
+    assert (
+        before
+        != compiler.cache_path("norm", "sm_90a", {"SCALAR": "bf16"})
+        != compiler.cache_path("norm", "sm_90a", {"SCALAR": "f16"})
+    )
 
 
 def test_a_compile_error_names_the_file_and_line(tmp_path, monkeypatch):
-    (tmp_path / "broken.cu").write_text("// specialise: SCALAR=f32\n// arch: sm_80\n#include \"common.cuh\"\nthis is not C++;\n")
+    (tmp_path / "broken.cu").write_text(
+        '// specialise: SCALAR=f32\n// arch: sm_80\n#include "common.cuh"\nthis is not C++;\n'
+    )
     shutil.copy(compiler.kernels_folder() / "common.cuh", tmp_path)
     monkeypatch.setattr(compiler, "kernels_folder", lambda: tmp_path)
     compiler.include_folders.cache_clear()

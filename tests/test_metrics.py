@@ -11,7 +11,9 @@ from cukit.metrics import MetricsLogger, Progress, Timer, format_seconds, read_j
 def test_rows_hold_plain_json(tmp_path):
     logger = MetricsLogger(tmp_path / "run")
     logger.log(1, {"loss": np.float32(0.5), "grad_norm": float("nan"), "kl": float("inf"), "list": np.arange(2)})
-    logger.log_completions(1, [{"prompt": [{"role": "user", "content": "é"}], "completion": "1", "reward": np.float64(1)}])
+    logger.log_completions(
+        1, [{"prompt": [{"role": "user", "content": "é"}], "completion": "1", "reward": np.float64(1)}]
+    )
     logger.close()
     line = (tmp_path / "run/metrics.jsonl").read_text()
     assert json.loads(line) == {"step": 1, "loss": 0.5, "grad_norm": None, "kl": None, "list": [0, 1]}
@@ -28,18 +30,27 @@ def test_resumed_run_writes_each_step_once(tmp_path):
     logger = MetricsLogger(tmp_path, resume_step=3)
     logger.log(4, {"loss": 40})
     logger.close()
-    assert [(row["step"], row["loss"]) for row in read_jsonl(tmp_path / "metrics.jsonl")] == [(1, 1), (2, 2), (3, 3), (4, 40)]
+    assert [(row["step"], row["loss"]) for row in read_jsonl(tmp_path / "metrics.jsonl")] == [
+        (1, 1),
+        (2, 2),
+        (3, 3),
+        (4, 40),
+    ]
 
 
 def test_progress_without_a_terminal_is_one_line_a_step(capsys):
     with Progress(4, "grpo", live=False) as progress:
         progress.update(0, {"eval/accuracy": 0.25})
         progress.advance(1)
-        progress.update(2, {"reward": 0.5, "completions/mean_length": 12.0, "tokens_per_second": 1234.4, "loss": float("nan")})
+        progress.update(
+            2, {"reward": 0.5, "completions/mean_length": 12.0, "tokens_per_second": 1234.4, "loss": float("nan")}
+        )
         progress.message("[red]as it is[/red]")
     first, second, third = capsys.readouterr().out.splitlines()
     assert first == "grpo step 0/4  accuracy 0.250"
-    assert second.startswith("grpo step 2/4  reward 0.500  accuracy 0.250  length 12.0  tokens/s 1,234  ") and second.endswith(" left")
+    assert second.startswith(
+        "grpo step 2/4  reward 0.500  accuracy 0.250  length 12.0  tokens/s 1,234  "
+    ) and second.endswith(" left")
     assert third == "[red]as it is[/red]"
 
 

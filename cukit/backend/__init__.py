@@ -33,7 +33,9 @@ def backend_for(device: str) -> ModuleType:
 
 
 def cuda_problem() -> str | None:
-    """Why the CUDA backend cannot run here in one phrase, or None if it can. Does not import CuPy unless there is a driver."""
+    """Why the CUDA backend cannot run here in one phrase, or None if it can. Does not import CuPy unless there is a
+    driver.
+    """
     import ctypes.util
     import importlib.util
 
@@ -51,7 +53,10 @@ def kernel_compiler() -> ModuleType:
     try:
         return import_module("cukit.backend.cuda.compile")
     except ImportError as error:
-        raise ValueError(f"compiling kernels needs CuPy and NVRTC ({error}): pip install 'cukit[compile]', or 'cukit[cuda12]' with a GPU") from None
+        raise ValueError(
+            f"compiling kernels needs CuPy and NVRTC ({error}): pip install 'cukit[compile]', or "
+            f"'cukit[cuda12]' with a GPU"
+        ) from None
 
 
 def _load(device: str) -> ModuleType:

@@ -1,4 +1,6 @@
-"""Measurements: each array function against the hardware's limits, generation and training workloads. Here: their options."""
+"""Measurements: each array function against the hardware's limits, generation and training workloads. Here: their
+options.
+"""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,8 +26,11 @@ def _check_scale(scale: float | None) -> None:
 class BenchOptions:
     """What every measurement takes."""
 
-    model: str | None = option(None, "a shape with random weights (qwen3-0.6b, smollm2-135m, tiny) or a model folder; default: qwen3-0.6b on cuda, "
-                               "tiny on cpu")
+    model: str | None = option(
+        None,
+        "a shape with random weights (qwen3-0.6b, smollm2-135m, tiny) or a model folder; default: qwen3-0.6b on cuda, "
+        "tiny on cpu",
+    )
     device: str = option("auto", "where to run", ("auto", "cpu", "cuda"))
     dtype: str = option("auto", "weights and activations; auto: bfloat16 on cuda, float32 on cpu", DTYPES)
     seed: int = option(0, "seed of weights, tokens and lengths")
@@ -51,15 +56,22 @@ class KernelsBench(BenchOptions):
         super().__post_init__()
         _check_at_least(self, 1, "tokens", "sequences", "context", "batch", "repeats")
         if self.sequences > self.tokens:
-            raise ValueError(f"sequences={self.sequences} must not exceed tokens={self.tokens}: each holds at least one token")
+            raise ValueError(
+                f"sequences={self.sequences} must not exceed tokens={self.tokens}: each holds at least one token"
+            )
         if not self.batch_milliseconds > 0:
             raise ValueError(f"batch_milliseconds must be above 0, got {self.batch_milliseconds}")
 
 
 @dataclass
 class GenerateBench(BenchOptions):
-    workload: str = option("N", "N: 256 requests, prompts and outputs of 100 to 1,024 tokens, temperature 0.6; G: 64 prompts of 200, 8 samples of 512, "
-                           "temperature 1; decode: 1 and 8 sequences, prompt 128, 256 tokens", WORKLOADS)
+    workload: str = option(
+        "N",
+        "N: 256 requests, prompts and outputs of 100 to 1,024 tokens, temperature 0.6; G: 64 prompts of 200, 8 "
+        "samples of 512, "
+        "temperature 1; decode: 1 and 8 sequences, prompt 128, 256 tokens",
+        WORKLOADS,
+    )
     scale: float | None = option(None, "multiplies counts and lengths; default: 1 on cuda, 0.1 on cpu")
     repeats: int = option(2, "measured runs, after two that are not")
 

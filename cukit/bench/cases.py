@@ -1,8 +1,9 @@
-"""The array functions that training and decoding call, each with its inputs, the bytes it must move at least and the FLOPs it must do.
+"""The array functions that training and decoding call, each with its inputs, the bytes it must move at least and the
+FLOPs it must do.
 
-Bytes: every input that is read and every result, once; of tables only the rows that are used. FLOPs: matrix products alone (of causal
-attention the visible half); what is done on the way to memory is not counted.
-T tokens, B sequences, C hidden, H query heads, K key heads, D head_dim, W = (H + 2K)·D, F intermediate, V vocabulary.
+Bytes: every input that is read and every result, once; of tables only the rows that are used. FLOPs: matrix products
+alone (of causal attention the visible half); what is done on the way to memory is not counted. T tokens, B sequences, C
+hidden, H query heads, K key heads, D head_dim, W = (H + 2K)·D, F intermediate, V vocabulary.
 """
 
 from __future__ import annotations
@@ -42,7 +43,11 @@ class Workbench:
         self.statistics = self.backend.accumulator(self.dtype)
         self.size = self.dtype.itemsize
         self.tokens, self.sequences, self.context, self.batch = tokens, sequences, context, batch
-        self.heads, self.kv_heads, self.dim = self.config.num_attention_heads, self.config.num_key_value_heads, self.config.head_dim
+        self.heads, self.kv_heads, self.dim = (
+            self.config.num_attention_heads,
+            self.config.num_key_value_heads,
+            self.config.head_dim,
+        )
         self.width = (self.heads + 2 * self.kv_heads) * self.dim
         self.generator = np.random.default_rng(seed)
         self.lengths = np.diff(np.arange(sequences + 1) * tokens // sequences).astype(np.int32)
@@ -69,14 +74,29 @@ class Workbench:
     def weights(self) -> dict[str, tuple[int, int]]:
         """Weight -> (out, in), as models/decoder.py fuses them."""
         hidden, inner = self.config.hidden_size, self.config.intermediate_size
-        return {"qkv_proj": (self.width, hidden), "o_proj": (hidden, self.heads * self.dim), "gate_up_proj": (2 * inner, hidden),
-                "down_proj": (hidden, inner), "lm_head": (self.config.vocab_size, hidden)}
+        return {
+            "qkv_proj": (self.width, hidden),
+            "o_proj": (hidden, self.heads * self.dim),
+            "gate_up_proj": (2 * inner, hidden),
+            "down_proj": (hidden, inner),
+            "lm_head": (self.config.vocab_size, hidden),
+        }
 
 
 def all_cases(bench: Workbench) -> list[Case]:
     """Every case of a subject; none has made an array yet."""
-    families = (embedding_cases, norm_cases, rope_cases, activation_cases, attention_cases, paged_attention_cases, loss_cases, sampling_cases,
-                optimizer_cases, linear_cases)
+    families = (
+        embedding_cases,
+        norm_cases,
+        rope_cases,
+        activation_cases,
+        attention_cases,
+        paged_attention_cases,
+        loss_cases,
+        sampling_cases,
+        optimizer_cases,
+        linear_cases,
+    )
     return [case for family in families for case in family(bench)]
 
 
@@ -84,9 +104,18 @@ def embedding_cases(b: Workbench) -> Iterator[Case]:
     rows, columns, ids = b.config.vocab_size, b.config.hidden_size, b.ids(b.tokens)
     moved, shape = b.tokens * columns * b.size, f"{b.tokens} of {rows} x {columns}"
     used = len(np.unique(ids)) * columns
-    yield Case("embedding_forward", shape, lambda: (b.random(rows, columns), b.backend.array(ids)), moved + used * b.size + INT * b.tokens)
-    yield Case("embedding_backward", shape, lambda: (b.zeros(rows, columns), b.random(b.tokens, columns), b.backend.array(ids)),
-               moved + 2 * used * FLOAT + INT * b.tokens)
+    yield Case(
+        "embedding_forward",
+        shape,
+        lambda: (b.random(rows, columns), b.backend.array(ids)),
+        moved + used * b.size + INT * b.tokens,
+    )
+    yield Case(
+        "embedding_backward",
+        shape,
+        lambda: (b.zeros(rows, columns), b.random(b.tokens, columns), b.backend.array(ids)),
+        moved + 2 * used * FLOAT + INT * b.tokens,
+    )
 
 
 def norm_cases(b: Workbench) -> Iterator[Case]:
@@ -98,7 +127,13 @@ def norm_cases(b: Workbench) -> Iterator[Case]:
 
     def backward(count):
         x, w = b.random(rows, columns), b.norm_weight(columns)
-        return b.zeros(columns), *(b.random(rows, columns) for _ in range(count)), x, w, b.backend.rms_norm_forward(x, w, eps)[1]
+        return (
+            b.zeros(columns),
+            *(b.random(rows, columns) for _ in range(count)),
+            x,
+            w,
+            b.backend.rms_norm_forward(x, w, eps)[1],
+        )
 
     yield Case("rms_norm_forward", shape, lambda: forward(1), 2 * whole + rstd + weight)
     yield Case("rms_norm_backward", shape, lambda: backward(1), 3 * whole + rstd + 3 * weight)
@@ -135,11 +170,13 @@ def activation_cases(b: Workbench) -> Iterator[Case]:
     inner = b.config.intermediate_size
     whole, shape = b.tokens * inner * b.size, f"{b.tokens} x {inner}"
     yield Case("silu_mul_forward", shape, lambda: (b.random(b.tokens, 2 * inner),), 3 * whole)
-    yield Case("silu_mul_backward", shape, lambda: (b.random(b.tokens, inner), b.random(b.tokens, 2 * inner)), 5 * whole)
+    yield Case(
+        "silu_mul_backward", shape, lambda: (b.random(b.tokens, inner), b.random(b.tokens, 2 * inner)), 5 * whole
+    )
 
 
 def visible_pairs(lengths, cached: int = 0) -> int:
-    """(query, key) pairs that causal attention looks at: query i of a sequence sees the cached keys and i + 1 new ones."""
+    """(query, key) pairs that causal attention reads: query i of a sequence sees the cached keys and i + 1 new ones."""
     lengths = np.asarray(lengths, np.int64)
     return int((lengths * cached + lengths * (lengths + 1) // 2).sum())
 
@@ -147,7 +184,10 @@ def visible_pairs(lengths, cached: int = 0) -> int:
 def attention_cases(b: Workbench) -> Iterator[Case]:
     whole, output = b.tokens * b.width * b.size, b.tokens * b.heads * b.dim * b.size
     lse, heads = FLOAT * b.tokens * b.heads, (b.heads, b.kv_heads)
-    for lengths, kind in ((b.lengths, f"about {b.tokens // b.sequences} each"), (b.mixed_lengths, f"mixed, to {b.mixed_lengths.max()}")):
+    for lengths, kind in (
+        (b.lengths, f"about {b.tokens // b.sequences} each"),
+        (b.mixed_lengths, f"mixed, to {b.mixed_lengths.max()}"),
+    ):
         borders = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
         shape = f"{b.sequences} sequences, {b.tokens} tokens, {kind}; heads {b.heads}/{b.kv_heads} x {b.dim}"
         product = 2 * b.heads * b.dim * visible_pairs(lengths)
@@ -182,20 +222,42 @@ def paged_attention_cases(b: Workbench) -> Iterator[Case]:
         contexts = b.lengths + np.int32(cached)
 
         def prefill(contexts=contexts):
-            return b.random(b.tokens, b.width), *paged_cache(b, contexts), b.backend.array(borders), b.backend.array(contexts), b.heads
+            return (
+                b.random(b.tokens, b.width),
+                *paged_cache(b, contexts),
+                b.backend.array(borders),
+                b.backend.array(contexts),
+                b.heads,
+            )
 
         blocks = int((-(-contexts // BLOCK_SIZE)).sum())
-        yield Case("paged_prefill_attention", f"{b.sequences} sequences, {b.tokens} new tokens after {cached} cached; heads "
-                   f"{b.heads}/{b.kv_heads} x {b.dim}", prefill, 2 * b.tokens * query + int(contexts.sum()) * key + INT * blocks,
-                   2 * product * visible_pairs(b.lengths, cached))
+        yield Case(
+            "paged_prefill_attention",
+            f"{b.sequences} sequences, {b.tokens} new tokens after {cached} cached; heads "
+            f"{b.heads}/{b.kv_heads} x {b.dim}",
+            prefill,
+            2 * b.tokens * query + int(contexts.sum()) * key + INT * blocks,
+            2 * product * visible_pairs(b.lengths, cached),
+        )
     contexts = np.full(b.batch, b.context, np.int32)
     blocks = b.batch * -(-b.context // BLOCK_SIZE)
-    yield Case("paged_decode_attention", f"{b.batch} sequences x {b.context} keys; heads {b.heads}/{b.kv_heads} x {b.dim}",
-               lambda: (b.random(b.batch, b.width), *paged_cache(b, contexts), b.backend.array(contexts), b.heads),
-               b.batch * (2 * query + b.context * key + INT) + INT * blocks, 2 * product * b.batch * b.context)
-    for rows, together in ((b.tokens, BLOCK_SIZE), (b.batch, 1)):  # a prompt fills whole blocks, a decode step one slot of each row's block
-        yield Case("store_kv", f"{rows} rows x {b.kv_heads} x {b.dim}", lambda rows=rows, together=together: _store(b, rows, together),
-                   rows * (2 * key + 8))
+    yield Case(
+        "paged_decode_attention",
+        f"{b.batch} sequences x {b.context} keys; heads {b.heads}/{b.kv_heads} x {b.dim}",
+        lambda: (b.random(b.batch, b.width), *paged_cache(b, contexts), b.backend.array(contexts), b.heads),
+        b.batch * (2 * query + b.context * key + INT) + INT * blocks,
+        2 * product * b.batch * b.context,
+    )
+    for rows, together in (
+        (b.tokens, BLOCK_SIZE),
+        (b.batch, 1),
+    ):  # a prompt fills whole blocks, a decode step one slot of each row's block
+        yield Case(
+            "store_kv",
+            f"{rows} rows x {b.kv_heads} x {b.dim}",
+            lambda rows=rows, together=together: _store(b, rows, together),
+            rows * (2 * key + 8),
+        )
 
 
 def _store(b: Workbench, rows: int, together: int) -> tuple:
@@ -230,14 +292,26 @@ def loss_cases(b: Workbench) -> Iterator[Case]:
 def sampling_cases(b: Workbench) -> Iterator[Case]:
     vocabulary = b.config.vocab_size
     for top_k, top_p, kind in ((0, 1.0, "plain"), (0, 0.9, "top-p 0.9"), (50, 0.9, "top-k 50, top-p 0.9")):
+
         def arguments(top_k=top_k, top_p=top_p):
             constant = ((1.0, np.float32), (top_k, np.int32), (top_p, np.float32), (0.0, np.float32))
             settings = [b.backend.array(np.full(b.batch, value, kind)) for value, kind in constant]
             seeds, positions = np.arange(b.batch, dtype=np.uint64), np.full(b.batch, b.context, np.int64)
-            return b.random(b.batch, vocabulary, scale=2.0), *settings, b.backend.array(seeds), b.backend.array(positions), vocabulary
+            return (
+                b.random(b.batch, vocabulary, scale=2.0),
+                *settings,
+                b.backend.array(seeds),
+                b.backend.array(positions),
+                vocabulary,
+            )
 
         # temperature, top_k, top_p, min_p, seed, position in; token and log-prob out
-        yield Case("sample", f"{b.batch} x {vocabulary}, {kind}", arguments, b.batch * (vocabulary * b.size + 3 * FLOAT + INT + 16 + INT + FLOAT))
+        yield Case(
+            "sample",
+            f"{b.batch} x {vocabulary}, {kind}",
+            arguments,
+            b.batch * (vocabulary * b.size + 3 * FLOAT + INT + 16 + INT + FLOAT),
+        )
 
 
 def optimizer_cases(b: Workbench) -> Iterator[Case]:
@@ -249,13 +323,33 @@ def optimizer_cases(b: Workbench) -> Iterator[Case]:
         def arguments(outs=outs, ins=ins):
             master = b.random(outs, ins, dtype=b.statistics)
             param = b.backend.zeros((outs, ins), b.dtype) if own else master
-            return master, b.zeros(outs, ins), b.zeros(outs, ins), b.random(outs, ins, dtype=b.statistics), param, 1e-6, 0.9, 0.999, 1e-8, 0.0, 1, 1.0
+            return (
+                master,
+                b.zeros(outs, ins),
+                b.zeros(outs, ins),
+                b.random(outs, ins, dtype=b.statistics),
+                param,
+                1e-6,
+                0.9,
+                0.999,
+                1e-8,
+                0.0,
+                1,
+                1.0,
+            )
 
         yield Case("adamw_step", f"{name} {outs} x {ins}", arguments, outs * ins * (7 * FLOAT + own))
-    shapes = [weights[name] for name in weights if name != "lm_head"] * layers + [weights["lm_head"]] * (2 - b.config.tie_word_embeddings)
+    shapes = [weights[name] for name in weights if name != "lm_head"] * layers + [weights["lm_head"]] * (
+        2 - b.config.tie_word_embeddings
+    )
     numbers = sum(outs * ins for outs, ins in shapes)
-    yield Case("sum_of_squares", f"{numbers / 1e6:.1f} M in {len(shapes)} gradients",
-               lambda: ([b.random(*shape, dtype=b.statistics) for shape in shapes],), FLOAT * numbers, note="waits for the device")
+    yield Case(
+        "sum_of_squares",
+        f"{numbers / 1e6:.1f} M in {len(shapes)} gradients",
+        lambda: ([b.random(*shape, dtype=b.statistics) for shape in shapes],),
+        FLOAT * numbers,
+        note="waits for the device",
+    )
 
 
 def linear_cases(b: Workbench) -> Iterator[Case]:
@@ -270,12 +364,26 @@ def linear_cases(b: Workbench) -> Iterator[Case]:
             return b.size * (rows * ins + outs * ins + rows * outs)
 
         for count in dict.fromkeys([rows, *DECODE_ROWS]):
-            yield Case("linear_forward", f"{name} {count} x {ins} -> {outs}", lambda count=count, forward=forward: forward(count),
-                       moved(count) + biased * outs * b.size, 2 * count * ins * outs)
+            yield Case(
+                "linear_forward",
+                f"{name} {count} x {ins} -> {outs}",
+                lambda count=count, forward=forward: forward(count),
+                moved(count) + biased * outs * b.size,
+                2 * count * ins * outs,
+            )
         shape = f"{name} {rows} x {ins} -> {outs}"
-        yield Case("linear_backward_input", shape, lambda rows=rows, outs=outs, ins=ins: (b.random(rows, outs), b.weight(outs, ins)),
-                   moved(rows), 2 * rows * ins * outs)
+        yield Case(
+            "linear_backward_input",
+            shape,
+            lambda rows=rows, outs=outs, ins=ins: (b.random(rows, outs), b.weight(outs, ins)),
+            moved(rows),
+            2 * rows * ins * outs,
+        )
         # dw, in float32, is read and written
-        yield Case("linear_backward_weight", shape,
-                   lambda rows=rows, outs=outs, ins=ins: (b.zeros(outs, ins), b.random(rows, outs), b.random(rows, ins)),
-                   b.size * rows * (ins + outs) + 2 * FLOAT * ins * outs, 2 * rows * ins * outs)
+        yield Case(
+            "linear_backward_weight",
+            shape,
+            lambda rows=rows, outs=outs, ins=ins: (b.zeros(outs, ins), b.random(rows, outs), b.random(rows, ins)),
+            b.size * rows * (ins + outs) + 2 * FLOAT * ins * outs,
+            2 * rows * ins * outs,
+        )

@@ -1,4 +1,6 @@
-"""bench generate: whole requests through the engine, as explicit random token lists; every sample has log-probs and runs to its full length."""
+"""bench generate: whole requests through the engine, as explicit random token lists; every sample has log-probs and
+runs to its full length.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from .measure import memory_in_use, seconds_of
 from .report import new_report
 from .subject import Subject, build_model, check_length, choose_subject, scale_of, scaled
 
-MOST_ROWS = 512  # sequences at once unless --max_num_seqs says otherwise; the engine's own number where a workload has fewer
+MOST_ROWS = (
+    512  # sequences at once unless --max_num_seqs says otherwise; the engine's own number where a workload has fewer
+)
 DECODE_BATCHES = (1, 8)
 
 
@@ -51,7 +55,14 @@ def workloads(name: str, scale: float, seed: int, vocab_size: int) -> list[Workl
         return generator.integers(0, vocab_size, length).tolist()
 
     def params(index, tokens, temperature=1.0, n=1):
-        return SamplingParams(n=n, temperature=temperature, max_tokens=int(tokens), ignore_eos=True, logprobs=True, seed=seed + 1000 * index)
+        return SamplingParams(
+            n=n,
+            temperature=temperature,
+            max_tokens=int(tokens),
+            ignore_eos=True,
+            logprobs=True,
+            seed=seed + 1000 * index,
+        )
 
     if name == "N":
         count = scaled(256, scale)
@@ -59,10 +70,22 @@ def workloads(name: str, scale: float, seed: int, vocab_size: int) -> list[Workl
         return [Workload(name, [prompt(n) for n in lengths[0]], [params(i, n, 0.6) for i, n in enumerate(lengths[1])])]
     if name == "G":
         count = scaled(64, scale)
-        return [Workload(name, [prompt(scaled(200, scale)) for _ in range(count)], [params(i, scaled(512, scale), n=8) for i in range(count)])]
+        return [
+            Workload(
+                name,
+                [prompt(scaled(200, scale)) for _ in range(count)],
+                [params(i, scaled(512, scale), n=8) for i in range(count)],
+            )
+        ]
     tokens = max(2, scaled(256, scale))  # the first one comes from the prompt's pass
-    return [Workload(f"decode {batch}", [prompt(scaled(128, scale)) for _ in range(batch)], [params(i, tokens) for i in range(batch)])
-            for batch in DECODE_BATCHES]
+    return [
+        Workload(
+            f"decode {batch}",
+            [prompt(scaled(128, scale)) for _ in range(batch)],
+            [params(i, tokens) for i in range(batch)],
+        )
+        for batch in DECODE_BATCHES
+    ]
 
 
 def run(options: GenerateBench, engine_options: dict) -> dict:
@@ -95,7 +118,10 @@ def _row(llm: LLM, load: Workload, subject: Subject) -> dict:
     seconds = seconds_of(subject.backend, lambda: outputs.extend(llm.generate(load.prompts, load.params)))
     counted = sum(len(sample.token_ids) for output in outputs for sample in output.outputs)
     if counted != load.output_tokens:
-        raise ValueError(f"{counted} tokens came instead of {load.output_tokens}: raise --max_model_len to at least {load.longest}, or leave it out")
+        raise ValueError(
+            f"{counted} tokens came instead of {load.output_tokens}: raise --max_model_len to at least "
+            f"{load.longest}, or leave it out"
+        )
     return _as_row(llm, load, seconds, counted, steps, preemptions) | {"ms_per_token": None}
 
 
@@ -114,13 +140,24 @@ def _decode_row(llm: LLM, load: Workload, subject: Subject) -> dict:
     seconds = seconds_of(subject.backend, finish)
     counted = llm.stats.num_generated_tokens - generated
     if counted != load.output_tokens - load.samples:
-        raise ValueError(f"the {load.samples} requests did not decode together all the time: give them room by --num_kv_blocks, --max_num_seqs, "
-                         f"--max_num_batched_tokens and --max_model_len (at least {load.longest})")
+        raise ValueError(
+            f"the {load.samples} requests did not decode together all the time: give them room by "
+            f"--num_kv_blocks, --max_num_seqs, "
+            f"--max_num_batched_tokens and --max_model_len (at least {load.longest})"
+        )
     row = _as_row(llm, load, seconds, counted, steps, preemptions)
     return row | {"ms_per_token": 1000 * seconds * load.samples / counted}
 
 
 def _as_row(llm: LLM, load: Workload, seconds: float, output_tokens: int, steps: int, preemptions: int) -> dict:
-    return {"workload": load.name, "requests": len(load.prompts), "samples": load.samples, "prompt_tokens": load.prompt_tokens,
-            "output_tokens": output_tokens, "seconds": seconds, "output_tokens_per_s": output_tokens / seconds,
-            "steps": llm.stats.num_steps - steps, "preemptions": llm.stats.num_preemptions - preemptions}
+    return {
+        "workload": load.name,
+        "requests": len(load.prompts),
+        "samples": load.samples,
+        "prompt_tokens": load.prompt_tokens,
+        "output_tokens": output_tokens,
+        "seconds": seconds,
+        "output_tokens_per_s": output_tokens / seconds,
+        "steps": llm.stats.num_steps - steps,
+        "preemptions": llm.stats.num_preemptions - preemptions,
+    }

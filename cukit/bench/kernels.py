@@ -1,4 +1,6 @@
-"""bench kernels: the time of each array function, beside the bytes it must move, the FLOPs it must do and the limit they set."""
+"""bench kernels: the time of each array function, beside the bytes it must move, the FLOPs it must do and the limit
+they set.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ from .measure import Limits, measure_limits, time_calls
 from .report import new_report
 from .subject import Subject, choose_subject
 
-CACHE_BYTES = 128 << 20  # inputs of this size in turn leave nothing of a call in the cache for the next (an H100 has 50 MB)
+CACHE_BYTES = (
+    128 << 20
+)  # inputs of this size in turn leave nothing of a call in the cache for the next (an H100 has 50 MB)
 MOST_COPIES = 32
 HOST_BOUND = 0.9  # share of a call's time after which the host is what one waits for
 
@@ -24,7 +28,10 @@ def run(options: KernelsBench) -> dict:
     limits = measure_limits(subject.backend, subject.dtype, min_seconds, options.repeats)
     report = new_report("kernels", subject, options)
     report["weights"] = "random"  # of a folder only the shape is taken
-    report["limits"] = {"copy_gb_per_s": limits.bytes_per_second / 1e9, "product_tflop_per_s": limits.flops_per_second / 1e12}
+    report["limits"] = {
+        "copy_gb_per_s": limits.bytes_per_second / 1e9,
+        "product_tflop_per_s": limits.flops_per_second / 1e12,
+    }
     report["rows"] = [_measure(case, subject, limits, min_seconds, options.repeats) for case in cases]
     return report
 
@@ -49,16 +56,31 @@ def _measure(case: Case, subject: Subject, limits: Limits, min_seconds: float, r
         inputs = [first, *(case.arguments() for _ in range(copies - 1))]
         timing = time_calls(backend, [lambda given=given: function(*given) for given in inputs], min_seconds, repeats)
     except MemoryError as error:  # CuPy's is one too
-        raise ValueError(f"{case.name} ({case.shape}) does not fit into the memory of {subject.backend.name}: "
-                         "lower --tokens, --batch or --context") from error
+        raise ValueError(
+            f"{case.name} ({case.shape}) does not fit into the memory of {subject.backend.name}: "
+            "lower --tokens, --batch or --context"
+        ) from error
     least, limit = limits.least_seconds(case.bytes, case.flops)
     host_bound = backend.name != "cpu" and timing.host_seconds >= HOST_BOUND * timing.seconds
     cold = _num_bytes(first) * copies >= CACHE_BYTES
     notes = [case.note, "host-bound" if host_bound and not case.note else "", "" if cold else "in cache"]
-    return {"name": case.name, "shape": case.shape, "microseconds": timing.seconds * 1e6, "host_microseconds": timing.host_seconds * 1e6,
-            "host_bound": host_bound, "bytes": case.bytes, "gb_per_s": case.bytes / timing.seconds / 1e9, "flops": case.flops,
-            "tflop_per_s": case.flops / timing.seconds / 1e12 if case.flops else None, "share_of_limit": least / timing.seconds, "limit": limit,
-            "calls": timing.calls, "copies": copies, "cold": cold, "note": ", ".join(filter(None, notes))}
+    return {
+        "name": case.name,
+        "shape": case.shape,
+        "microseconds": timing.seconds * 1e6,
+        "host_microseconds": timing.host_seconds * 1e6,
+        "host_bound": host_bound,
+        "bytes": case.bytes,
+        "gb_per_s": case.bytes / timing.seconds / 1e9,
+        "flops": case.flops,
+        "tflop_per_s": case.flops / timing.seconds / 1e12 if case.flops else None,
+        "share_of_limit": least / timing.seconds,
+        "limit": limit,
+        "calls": timing.calls,
+        "copies": copies,
+        "cold": cold,
+        "note": ", ".join(filter(None, notes)),
+    }
 
 
 def _num_bytes(arguments) -> int:

@@ -10,13 +10,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-HOST_CALLS = 50  # a device queues about 1,024 launches; with more of them in flight the host would wait and its own time be hidden
+# a device queues about 1,024 launches; with more of them in flight the host would wait and its own time be hidden
+HOST_CALLS = 50
 BLOCK_ELEMENTS = 1 << 22  # random numbers that are drawn; larger arrays repeat them
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds a call: until its work is done (calls overlapping as they do in use), and until the host is free again."""
+    """Seconds a call: until its work is done (calls overlap as they do in use), and until the host is free again."""
 
     seconds: float
     host_seconds: float
@@ -49,7 +50,11 @@ def time_calls(backend, calls: Sequence[Callable], min_seconds: float, repeats: 
         count = max(count + 1, min(10 * count, math.ceil(1.1 * count * min_seconds / max(seconds, 1e-9))))
         seconds = _batch_seconds(backend, turn, count)
     batches = [seconds, *(_batch_seconds(backend, turn, count) for _ in range(repeats - 1))]
-    host = _host_seconds(backend, turn, min(count, HOST_CALLS)) if backend.name != "cpu" else statistics.median(batches) / count
+    host = (
+        _host_seconds(backend, turn, min(count, HOST_CALLS))
+        if backend.name != "cpu"
+        else statistics.median(batches) / count
+    )
     return Timing(statistics.median(batches) / count, host, count)
 
 
@@ -98,7 +103,9 @@ def random_array(backend, generator: np.random.Generator, shape: tuple, dtype, s
 def measure_limits(backend, dtype, min_seconds: float, repeats: int) -> Limits:
     """Bytes from the copy of a large array, FLOPs from a large square product in `dtype`."""
     elements, side = (1 << 24, 1024) if backend.name == "cpu" else (1 << 28, 8192)
-    return Limits(_copy_rate(backend, elements, min_seconds, repeats), _product_rate(backend, side, dtype, min_seconds, repeats))
+    return Limits(
+        _copy_rate(backend, elements, min_seconds, repeats), _product_rate(backend, side, dtype, min_seconds, repeats)
+    )
 
 
 def _copy_rate(backend, elements: int, min_seconds: float, repeats: int) -> float:
@@ -125,8 +132,9 @@ def memory_in_use(backend) -> int:
 
 
 def peak_memory(backend, function: Callable[[], object], before: int) -> int:
-    """Most bytes of device memory in use beyond `before` while function runs, read after every array function; on the CPU the
-    most that the process ever held. Slows the function down: for a run that is not timed."""
+    """Most bytes of device memory in use beyond `before` while function runs, read after every array function; on the
+    CPU the most that the process ever held. Slows the function down: for a run that is not timed.
+    """
     if backend.name == "cpu":
         import resource  # not on Windows
 

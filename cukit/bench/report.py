@@ -13,35 +13,75 @@ from .subject import Subject
 
 # benchmark -> (key of a row, heading, format)
 COLUMNS = {
-    "kernels": (("name", "function", "{}"), ("shape", "shape", "{}"), ("microseconds", "µs", "{:,.1f}"), ("host_microseconds", "host µs", "{:,.1f}"),
-                ("gb_per_s", "GB/s", "{:,.1f}"), ("tflop_per_s", "TFLOP/s", "{:,.2f}"), ("share_of_limit", "of limit", "{:.1%}"),
-                ("limit", "limit", "{}"), ("note", "", "{}")),
-    "generate": (("workload", "workload", "{}"), ("requests", "requests", "{:,}"), ("samples", "samples", "{:,}"),
-                 ("prompt_tokens", "prompt tokens", "{:,}"), ("output_tokens", "output tokens", "{:,}"), ("seconds", "s", "{:,.3f}"),
-                 ("output_tokens_per_s", "output tok/s", "{:,.0f}"), ("ms_per_token", "ms per token", "{:,.3f}"), ("steps", "steps", "{:,}"),
-                 ("preemptions", "preemptions", "{:,}")),
-    "train": (("pass", "pass", "{}"), ("gradient_checkpointing", "recompute", "{}"), ("tokens", "tokens", "{:,}"),
-              ("completion_tokens", "of them in the loss", "{:,}"), ("seconds", "s", "{:,.3f}"), ("tokens_per_s", "tok/s", "{:,.0f}"),
-              ("peak_gb", "peak GB", "{:,.2f}"), ("note", "", "{}")),
+    "kernels": (
+        ("name", "function", "{}"),
+        ("shape", "shape", "{}"),
+        ("microseconds", "µs", "{:,.1f}"),
+        ("host_microseconds", "host µs", "{:,.1f}"),
+        ("gb_per_s", "GB/s", "{:,.1f}"),
+        ("tflop_per_s", "TFLOP/s", "{:,.2f}"),
+        ("share_of_limit", "of limit", "{:.1%}"),
+        ("limit", "limit", "{}"),
+        ("note", "", "{}"),
+    ),
+    "generate": (
+        ("workload", "workload", "{}"),
+        ("requests", "requests", "{:,}"),
+        ("samples", "samples", "{:,}"),
+        ("prompt_tokens", "prompt tokens", "{:,}"),
+        ("output_tokens", "output tokens", "{:,}"),
+        ("seconds", "s", "{:,.3f}"),
+        ("output_tokens_per_s", "output tok/s", "{:,.0f}"),
+        ("ms_per_token", "ms per token", "{:,.3f}"),
+        ("steps", "steps", "{:,}"),
+        ("preemptions", "preemptions", "{:,}"),
+    ),
+    "train": (
+        ("pass", "pass", "{}"),
+        ("gradient_checkpointing", "recompute", "{}"),
+        ("tokens", "tokens", "{:,}"),
+        ("completion_tokens", "of them in the loss", "{:,}"),
+        ("seconds", "s", "{:,.3f}"),
+        ("tokens_per_s", "tok/s", "{:,.0f}"),
+        ("peak_gb", "peak GB", "{:,.2f}"),
+        ("note", "", "{}"),
+    ),
 }
 
 
 def new_report(benchmark: str, subject: Subject, options) -> dict:
     """A report without rows."""
     commit, changed = _commit()
-    return {"benchmark": benchmark, "version": __version__, "commit": commit, "uncommitted_changes": changed, "device": subject.backend.name,
-            "device_name": subject.backend.device_name(), "dtype": subject.dtype.name, "model": subject.name, "weights": subject.weights,
-            "inputs": "random", "options": asdict(options), "rows": []}
+    return {
+        "benchmark": benchmark,
+        "version": __version__,
+        "commit": commit,
+        "uncommitted_changes": changed,
+        "device": subject.backend.name,
+        "device_name": subject.backend.device_name(),
+        "dtype": subject.dtype.name,
+        "model": subject.name,
+        "weights": subject.weights,
+        "inputs": "random",
+        "options": asdict(options),
+        "rows": [],
+    }
 
 
 def _commit() -> tuple[str | None, bool | None]:
-    """(commit of the checkout that this file lies in, whether files differ from it); (None, None) for an installed package."""
+    """(commit of the checkout that this file lies in, whether files differ from it); (None, None) for an installed
+    package.
+    """
     root = Path(__file__).parents[2]
     if not (root / ".git").exists():  # a folder above may be someone else's repository
         return None, None
     try:
-        commit, status = (subprocess.run(["git", "-C", str(root), *words], capture_output=True, text=True, timeout=10, check=True).stdout.strip()
-                          for words in (["rev-parse", "HEAD"], ["status", "--porcelain"]))
+        commit, status = (
+            subprocess.run(
+                ["git", "-C", str(root), *words], capture_output=True, text=True, timeout=10, check=True
+            ).stdout.strip()
+            for words in (["rev-parse", "HEAD"], ["status", "--porcelain"])
+        )
     except (OSError, subprocess.SubprocessError):
         return None, None
     return commit, bool(status)
@@ -65,8 +105,11 @@ def headline(report: dict) -> str:
         model = f"{report['model']}'s shape with RANDOM weights"
     else:
         model = f"weights of {report['weights']}"
-    return f"bench {report['benchmark']}: {model}, random inputs, {report['dtype']}, {report['device']} ({report['device_name']}), " \
-           f"cukit {report['version']}, commit {commit}"
+    return (
+        f"bench {report['benchmark']}: {model}, random inputs, {report['dtype']}, {report['device']} "
+        f"({report['device_name']}), "
+        f"cukit {report['version']}, commit {commit}"
+    )
 
 
 def print_report(report: dict) -> None:
@@ -78,8 +121,10 @@ def print_report(report: dict) -> None:
         console.width = 200  # a file or a pipe has no edge to wrap at
     console.print(headline(report))
     if limits := report.get("limits"):
-        console.print(f"limits, measured here: copy {limits['copy_gb_per_s']:,.0f} GB/s read and written, "
-                      f"square product {limits['product_tflop_per_s']:,.2f} TFLOP/s")
+        console.print(
+            f"limits, measured here: copy {limits['copy_gb_per_s']:,.0f} GB/s read and written, "
+            f"square product {limits['product_tflop_per_s']:,.2f} TFLOP/s"
+        )
     table = Table()
     for key, heading, _ in COLUMNS[report["benchmark"]]:
         numeric = any(isinstance(row[key], (int, float)) and not isinstance(row[key], bool) for row in report["rows"])

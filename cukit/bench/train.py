@@ -1,4 +1,6 @@
-"""bench train: log-prob loss on the completions of packed rows, backward, AdamW; with and without recomputation; and the forward pass alone."""
+"""bench train: log-prob loss on the completions of packed rows, backward, AdamW; with and without recomputation; and
+the forward pass alone.
+"""
 
 from __future__ import annotations
 
@@ -34,12 +36,16 @@ def make_step(options: TrainBench, subject: Subject, scale: float) -> Step:
     length = options.tokens_per_row or max(2, scaled(TOKENS_PER_ROW, scale))
     completion = options.completion or scaled(COMPLETION, scale)
     if completion >= length:
-        raise ValueError(f"completion={completion} must be below tokens_per_row={length}: nothing precedes a row's first token")
+        raise ValueError(
+            f"completion={completion} must be below tokens_per_row={length}: nothing precedes a row's first token"
+        )
     check_length(subject, length, "lower --tokens_per_row or --scale")
     tokens = np.random.default_rng(options.seed).integers(0, subject.config.vocab_size, (rows, length)).tolist()
     wanted = np.arange(length) >= length - completion
     parts = batches_by_tokens([length] * rows, options.max_tokens_per_batch or rows * length)
-    return Step([([tokens[row] for row in part], [wanted] * len(part)) for part in parts], rows * length, rows * completion)
+    return Step(
+        [([tokens[row] for row in part], [wanted] * len(part)) for part in parts], rows * length, rows * completion
+    )
 
 
 def run(options: TrainBench) -> dict:
@@ -56,23 +62,51 @@ def run(options: TrainBench) -> dict:
     optimizer = AdamW(model.parameters(), LEARNING_RATE)
     for recompute in (True, False):
         model.gradient_checkpointing = recompute
-        rows.append(_row("forward, backward, AdamW", recompute, lambda: _train(model, optimizer, step), subject, step, options, before))
+        rows.append(
+            _row(
+                "forward, backward, AdamW",
+                recompute,
+                lambda: _train(model, optimizer, step),
+                subject,
+                step,
+                options,
+                before,
+            )
+        )
         if optimizer.skipped:  # an update that was skipped took less time
             rows[-1]["note"] = f"{optimizer.skipped} updates skipped: gradient not finite"
     return report
 
 
-def _row(name: str, recompute: bool | None, function, subject: Subject, step: Step, options: TrainBench, before: int) -> dict:
-    row = {"pass": name, "gradient_checkpointing": recompute, "tokens": step.tokens, "completion_tokens": step.completion_tokens}
+def _row(
+    name: str, recompute: bool | None, function, subject: Subject, step: Step, options: TrainBench, before: int
+) -> dict:
+    row = {
+        "pass": name,
+        "gradient_checkpointing": recompute,
+        "tokens": step.tokens,
+        "completion_tokens": step.completion_tokens,
+    }
     try:
         function()  # compiles kernels, tries products, fills pools
         samples = [seconds_of(subject.backend, function) for _ in range(options.repeats)]
         peak = peak_memory(subject.backend, function, before)
     except MemoryError:  # CuPy's is one too; the rows before stay worth having
-        return row | {"seconds": None, "all_seconds": [], "tokens_per_s": None, "peak_gb": None, "note": "out of memory: lower --max_tokens_per_batch"}
+        return row | {
+            "seconds": None,
+            "all_seconds": [],
+            "tokens_per_s": None,
+            "peak_gb": None,
+            "note": "out of memory: lower --max_tokens_per_batch",
+        }
     seconds = statistics.median(samples)
-    return row | {"seconds": seconds, "all_seconds": samples, "tokens_per_s": step.tokens / seconds, "peak_gb": peak / 1e9,
-                  "note": "peak of the process" if subject.backend.name == "cpu" else ""}
+    return row | {
+        "seconds": seconds,
+        "all_seconds": samples,
+        "tokens_per_s": step.tokens / seconds,
+        "peak_gb": peak / 1e9,
+        "note": "peak of the process" if subject.backend.name == "cpu" else "",
+    }
 
 
 def _score(model, step: Step) -> None:

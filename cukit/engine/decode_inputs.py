@@ -1,4 +1,6 @@
-"""What a decode step reads, in one block of memory on the host and one on the device: a single copy brings a step's inputs."""
+"""What a decode step reads, in one block of memory on the host and one on the device: a single copy brings a step's
+inputs.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ FIELDS = {
 
 
 class DecodeInputs:
-    """Room for a step of max_rows rows with max_blocks blocks each, and views of it for smaller steps, which begin at the same address."""
+    """Room for a step of max_rows rows with max_blocks blocks each, and views of it for smaller steps, which begin at
+    the same address.
+    """
 
     def __init__(self, backend, precise, max_rows: int, max_blocks: int):
         self._backend, self._precise = backend, np.dtype(precise)
@@ -30,10 +34,14 @@ class DecodeInputs:
         self._host, self._device = backend.host_buffer(nbytes), backend.empty((nbytes,), np.uint8)
 
     def views(self, rows: int, blocks: int) -> tuple[SimpleNamespace, SimpleNamespace]:
-        """(host, device): each field (rows,), and block_tables (rows, blocks). host.upload() copies all of them to the device's."""
+        """(host, device): each field (rows,), and block_tables (rows, blocks). host.upload() copies all of them to the
+        device's.
+        """
         layout, nbytes = self._layout(rows, blocks)
         host, device = (
-            SimpleNamespace(**{name: buffer[start:stop].view(dtype).reshape(shape) for name, dtype, shape, start, stop in layout})
+            SimpleNamespace(
+                **{name: buffer[start:stop].view(dtype).reshape(shape) for name, dtype, shape, start, stop in layout}
+            )
             for buffer in (self._host, self._device)
         )
         source, target = self._host[:nbytes], self._device[:nbytes]

@@ -93,7 +93,13 @@ class LLM:
         self._scheduler = Scheduler(self._blocks, config.max_num_seqs, config.max_num_batched_tokens)
         rows = self._scheduler.max_num_seqs
         self._runner = ModelRunner(
-            model, rows, config.max_model_len, config.num_kv_blocks, config.block_size, self.vocab_size, config.enforce_eager
+            model,
+            rows,
+            config.max_model_len,
+            config.num_kv_blocks,
+            config.block_size,
+            self.vocab_size,
+            config.enforce_eager,
         )
 
     # ---- generate ----

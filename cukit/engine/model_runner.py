@@ -81,7 +81,9 @@ class ModelRunner:
         self.min_lengths = np.zeros(num_rows, np.int32)  # below this length the stop ids are banned
         self.stop_ids = np.full((num_rows, 1), -1, np.int32)
         self.seen: np.ndarray | None = None  # (rows, V) tokens that occurred; made when a request first needs it
-        self._inputs = DecodeInputs(self.backend, precise, self.backend.row_bucket(num_rows), self.block_tables.shape[1])
+        self._inputs = DecodeInputs(
+            self.backend, precise, self.backend.row_bucket(num_rows), self.block_tables.shape[1]
+        )
         self._steps: dict[tuple[int, int], tuple] = {}  # (rows, blocks) -> (host views, device views, the step)
         self._graphs = self.backend.Graphs()
         self.allocate_cache()
@@ -182,10 +184,21 @@ class ModelRunner:
         return host, device, step
 
     def _make_step(self, host, device) -> tuple:
-        model, kv, vocab_size = self.model, self.kv, self.vocab_size  # not self, which holds the step: a cycle would keep the cache
+        model, kv, vocab_size = (
+            self.model,
+            self.kv,
+            self.vocab_size,
+        )  # not self, which holds the step: a cycle would keep the cache
 
         def step():
-            parameters = (device.temperature, device.top_k, device.top_p, device.min_p, device.seeds, device.draw_positions)
+            parameters = (
+                device.temperature,
+                device.top_k,
+                device.top_p,
+                device.min_p,
+                device.seeds,
+                device.draw_positions,
+            )
             return model.backend.sample(_decode_logits(model, kv, device), *parameters, vocab_size)
 
         return host, device, step if self.enforce_eager else self._graphs.graphed(step)

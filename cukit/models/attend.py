@@ -1,4 +1,6 @@
-"""Three ways to attend, one for each use of the forward pass. Each is called attend(layer_index, qkv, num_heads, num_kv_heads) -> (T, H·D)."""
+"""Three ways to attend, one for each use of the forward pass. Each is called attend(layer_index, qkv, num_heads,
+num_kv_heads) -> (T, H·D).
+"""
 
 from dataclasses import dataclass
 from typing import Any
@@ -21,8 +23,9 @@ class PackedCausal:
 class PagedPrefill:
     """New tokens of several sequences, after what the cache already holds of each.
 
-    kv: (k_cache, v_cache) a layer, each (num_blocks, block_size, K, D); block_tables (B, M) int32; cu_seqlens_q (B + 1,) borders of
-    the new tokens; context_lens (B,) keys of each sequence, the new ones included; slot_mapping (T,) int64 where to store them.
+    kv: (k_cache, v_cache) a layer, each (num_blocks, block_size, K, D); block_tables (B, M) int32; cu_seqlens_q (B +
+    1,) borders of the new tokens; context_lens (B,) keys of each sequence, the new ones included; slot_mapping (T,)
+    int64 where to store them.
     """
 
     kv: list
@@ -34,8 +37,11 @@ class PagedPrefill:
     def __call__(self, layer_index, qkv, num_heads, num_kv_heads):
         be, (k_cache, v_cache) = qkv.backend, self.kv[layer_index]
         be.store_kv(k_cache, v_cache, qkv.data, self.slot_mapping, num_heads, num_kv_heads)
-        return Tensor(be.paged_prefill_attention(qkv.data, k_cache, v_cache, self.block_tables, self.cu_seqlens_q,
-                                                 self.context_lens, num_heads))
+        return Tensor(
+            be.paged_prefill_attention(
+                qkv.data, k_cache, v_cache, self.block_tables, self.cu_seqlens_q, self.context_lens, num_heads
+            )
+        )
 
 
 @dataclass(slots=True)
@@ -50,4 +56,6 @@ class PagedDecode:
     def __call__(self, layer_index, qkv, num_heads, num_kv_heads):
         be, (k_cache, v_cache) = qkv.backend, self.kv[layer_index]
         be.store_kv(k_cache, v_cache, qkv.data, self.slot_mapping, num_heads, num_kv_heads)
-        return Tensor(be.paged_decode_attention(qkv.data, k_cache, v_cache, self.block_tables, self.context_lens, num_heads))
+        return Tensor(
+            be.paged_decode_attention(qkv.data, k_cache, v_cache, self.block_tables, self.context_lens, num_heads)
+        )

@@ -1,8 +1,8 @@
 """The one forward pass: Qwen3, Qwen2 and Llama decoders, for prefill, decoding and training alike.
 
-T tokens packed without padding, C hidden, H query heads, K key heads, D head_dim, F intermediate, V vocabulary. What differs
-between the uses is only the `attend` object (cukit.models.attend) and whether the tape is on. In memory q, k, v are one weight
-((H + 2K)·D, C) and gate, up are one (2F, C); Hugging Face's names are views of their rows (hf_tensors).
+T tokens packed without padding, C hidden, H query heads, K key heads, D head_dim, F intermediate, V vocabulary. What
+differs between the uses is only the `attend` object (cukit.models.attend) and whether the tape is on. In memory q, k, v
+are one weight ((H + 2K)·D, C) and gate, up are one (2F, C); Hugging Face's names are views of their rows (hf_tensors).
 """
 
 import math
@@ -29,7 +29,9 @@ class Attention(Module):
     def __call__(self, x, positions, attend, rope):
         heads, kv_heads = self.config.num_attention_heads, self.config.num_key_value_heads
         q_weight, k_weight = (self.q_norm.weight, self.k_norm.weight) if self.q_norm else (None, None)
-        qkv = qk_norm_rope(self.qkv_proj(x), q_weight, k_weight, *rope, positions, heads, kv_heads, self.config.rms_norm_eps)
+        qkv = qk_norm_rope(
+            self.qkv_proj(x), q_weight, k_weight, *rope, positions, heads, kv_heads, self.config.rms_norm_eps
+        )
         return self.o_proj(attend(self.layer_index, qkv, heads, kv_heads))
 
 
@@ -45,7 +47,7 @@ class MLP(Module):
 
 
 class Layer(Module):
-    """One block. The residual stream travels beside the block's output, so that each addition joins the norm after it."""
+    """One block. The residual stream travels beside the block's output, so that an addition joins the norm after it."""
 
     def __init__(self, config: ModelConfig, backend, dtype, layer_index: int):
         self.input_layernorm = RMSNorm(backend, dtype, config.hidden_size, config.rms_norm_eps)
@@ -75,8 +77,11 @@ class Decoder(Module):
         self.embed_tokens = Embedding(backend, self.dtype, config.vocab_size, config.hidden_size)
         self.layers = [Layer(config, backend, self.dtype, i) for i in range(config.num_hidden_layers)]
         self.norm = RMSNorm(backend, self.dtype, config.hidden_size, config.rms_norm_eps)
-        self.lm_head = (self.embed_tokens if config.tie_word_embeddings
-                        else Embedding(backend, self.dtype, config.vocab_size, config.hidden_size))
+        self.lm_head = (
+            self.embed_tokens
+            if config.tie_word_embeddings
+            else Embedding(backend, self.dtype, config.vocab_size, config.hidden_size)
+        )
         for name, parameter in self.named_parameters().items():
             parameter.name = name
         self._rope = rope_tables(config, backend, self.dtype)
@@ -85,6 +90,7 @@ class Decoder(Module):
         """tokens, positions (T,) int32 on the model's device -> hidden states (T, C) after the final norm."""
         x, residual = embedding(self.embed_tokens.weight, tokens), None
         for layer in self.layers:
+
             def block(x, residual=None, layer=layer):
                 return layer(x, residual, positions, attend, self._rope)
 
@@ -100,9 +106,17 @@ class Decoder(Module):
         """Hugging Face's tensor names -> arrays that are views of this model's weights (a tied head is not listed)."""
         config, found = self.config, {}
         query, key = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
-        splits = {"qkv_proj": {"q_proj": (0, query), "k_proj": (query, query + key), "v_proj": (query + key, query + 2 * key)},
-                  "gate_up_proj": {"gate_proj": (0, config.intermediate_size),
-                                   "up_proj": (config.intermediate_size, 2 * config.intermediate_size)}}
+        splits = {
+            "qkv_proj": {
+                "q_proj": (0, query),
+                "k_proj": (query, query + key),
+                "v_proj": (query + key, query + 2 * key),
+            },
+            "gate_up_proj": {
+                "gate_proj": (0, config.intermediate_size),
+                "up_proj": (config.intermediate_size, 2 * config.intermediate_size),
+            },
+        }
         for name, parameter in self.named_parameters().items():
             fused = name.split(".")[-2]
             for part, (start, stop) in splits.get(fused, {fused: (0, None)}).items():
@@ -111,8 +125,9 @@ class Decoder(Module):
         return found
 
     def init_weights(self, seed: int):
-        """Random weights from `seed`: linear maps N(0, 1/fan_in), o_proj and down_proj also divided by √(2·layers), embeddings
-        N(0, 0.05²), norms 1, biases 0."""
+        """Random weights from `seed`: linear maps N(0, 1/fan_in), o_proj and down_proj also divided by √(2·layers),
+        embeddings N(0, 0.05²), norms 1, biases 0.
+        """
         generator = np.random.default_rng(seed)
         for name, parameter in self.named_parameters().items():
             if parameter.data.ndim == 1:
@@ -128,12 +143,15 @@ class Decoder(Module):
 def rope_tables(config: ModelConfig, backend, dtype):
     """(cos, sin), each (max_position_embeddings, D/2) in float32 or better: angle = position · theta^(-2i/D).
 
-    rope_type llama3 (Llama 3.1) divides low frequencies by `factor` and fades over to the high ones, as transformers does.
+    rope_type llama3 (Llama 3.1) divides low frequencies by `factor` and fades over to the high ones, as transformers
+    does.
     """
     inverse = config.rope_theta ** -(np.arange(0, config.head_dim, 2) / config.head_dim)
     if scaling := config.rope_scaling:
         wavelength = 2 * math.pi / inverse
-        context, low, high = (scaling[k] for k in ("original_max_position_embeddings", "low_freq_factor", "high_freq_factor"))
+        context, low, high = (
+            scaling[k] for k in ("original_max_position_embeddings", "low_freq_factor", "high_freq_factor")
+        )
         smooth = np.clip((context / wavelength - low) / (high - low), 0, 1)
         inverse = inverse * (smooth + (1 - smooth) / scaling["factor"])
     angles = np.arange(config.max_position_embeddings)[:, None] * inverse

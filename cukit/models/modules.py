@@ -5,7 +5,9 @@ from ..ops import linear, rms_norm
 
 
 class Module:
-    """Finds the parameters among its attributes, and in the modules among them (or in lists of modules), in order of definition."""
+    """Finds the parameters among its attributes, and in the modules among them (or in lists of modules), in order of
+    definition.
+    """
 
     def named_parameters(self) -> dict[str, Parameter]:
         """Dotted name -> Parameter; a parameter that stands in two places is listed once, under the first."""

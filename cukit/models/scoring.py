@@ -10,8 +10,8 @@ from .attend import PackedCausal
 def pack(model, sequences):
     """Sequences (lists of ids) side by side, on the model's device: tokens (T,), positions (T,), PackedCausal.
 
-    T may be larger than their tokens, for products without a copy: then a last sequence repeats the first token, whose numbers are as
-    finite as that token's, and nobody reads it.
+    T may be larger than their tokens, for products without a copy: then a last sequence repeats the first token, whose
+    numbers are as finite as that token's, and nobody reads it.
     """
     be = model.backend
     lengths = np.fromiter((len(s) for s in sequences), np.int32, len(sequences))
@@ -38,11 +38,14 @@ def target_logprobs(model, sequences, wanted, temperature=1.0, vocab_size=None):
     be = model.backend
     rows_device = be.array(rows)
     hidden = model.forward(tokens, positions, attend)
-    return lm_head_logprobs(index_rows(hidden, be.array(rows - 1)), model.lm_head.weight, tokens[rows_device], temperature, vocab_size)
+    return lm_head_logprobs(
+        index_rows(hidden, be.array(rows - 1)), model.lm_head.weight, tokens[rows_device], temperature, vocab_size
+    )
 
 
 def token_logprobs(model, sequences, temperature=1.0, vocab_size=None, max_tokens_per_batch=16384):
-    """log p(token t | tokens < t) for t ≥ 1 of each sequence: a list of float32 (float64 for a float64 model) host arrays.
+    """log p(token t | tokens < t) for t ≥ 1 of each sequence: a list of float32 (float64 for a float64 model) host
+    arrays.
 
     Each sequence must hold at least 1 token; a sequence of 1 token gives an empty array.
     """

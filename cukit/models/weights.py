@@ -30,7 +30,8 @@ def load_config(folder) -> ModelConfig:
 
 
 def load_model(folder, device="cpu", dtype="auto") -> Decoder:
-    """A Decoder with the weights of `folder` (config.json and safetensors), on `device` in `dtype` (auto: bfloat16 on cuda, float32 on cpu).
+    """A Decoder with the weights of `folder` (config.json and safetensors), on `device` in `dtype` (auto: bfloat16 on
+    cuda, float32 on cpu).
 
     Raises one ValueError that names every tensor that is missing, unexpected or of the wrong shape.
     """
@@ -39,25 +40,32 @@ def load_model(folder, device="cpu", dtype="auto") -> Decoder:
     model = Decoder(config, backend, dtype)
     targets = model.hf_tensors()
     if config.tie_word_embeddings and "lm_head.weight" in sources:
-        targets["lm_head.weight"] = targets["model.embed_tokens.weight"]  # some files store it again: it must be the same
+        targets["lm_head.weight"] = targets[
+            "model.embed_tokens.weight"
+        ]  # some files store it again: it must be the same
     _check_names_and_shapes(folder, sources, targets)
     for name, (path, _, _) in sorted(sources.items(), key=lambda item: item[0] == "lm_head.weight"):
         if name in targets:
             stored = _read_tensor(path, name)
             if name == "lm_head.weight" and config.tie_word_embeddings:
-                if not np.array_equal(stored, _read_tensor(sources["model.embed_tokens.weight"][0], "model.embed_tokens.weight")):
-                    raise ValueError(f"{folder}: lm_head.weight differs from the embedding although tie_word_embeddings is true; "
-                                     "set it to false in config.json")
+                if not np.array_equal(
+                    stored, _read_tensor(sources["model.embed_tokens.weight"][0], "model.embed_tokens.weight")
+                ):
+                    raise ValueError(
+                        f"{folder}: lm_head.weight differs from the embedding although tie_word_embeddings is true; "
+                        "set it to false in config.json"
+                    )
             else:
                 targets[name][...] = backend.array(stored.astype(targets[name].dtype, copy=False))
     return model
 
 
 def save_model(model: Decoder, folder, dtype=None):
-    """Write config.json and model.safetensors as Hugging Face does: its names, the tied head once, loadable by transformers.
+    """Write config.json and model.safetensors as Hugging Face does: its names, the tied head once, loadable by
+    transformers.
 
-    Each tensor keeps its dtype in memory (norm weights are float32), so that nothing is lost; `dtype` casts all of them.
-    Each file is written under a temporary name and then renamed.
+    Each tensor keeps its dtype in memory (norm weights are float32), so that nothing is lost; `dtype` casts all of
+    them. Each file is written under a temporary name and then renamed.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -85,12 +93,16 @@ def model_folder(folder) -> Path:
     try:
         from huggingface_hub import snapshot_download
     except ImportError:
-        raise ValueError(f"model folder {str(folder)!r} does not exist (a hub name needs: pip install huggingface_hub)") from None
+        raise ValueError(
+            f"model folder {str(folder)!r} does not exist (a hub name needs: pip install huggingface_hub)"
+        ) from None
     try:
         return Path(snapshot_download(str(folder), allow_patterns=["*.json", "*.safetensors", "*.jinja"]))
     except Exception as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ValueError(f"model {str(folder)!r} is neither a folder nor a hub model that can be fetched: {reason}") from None
+        raise ValueError(
+            f"model {str(folder)!r} is neither a folder nor a hub model that can be fetched: {reason}"
+        ) from None
 
 
 def _tensor_sources(folder: Path) -> dict:
@@ -106,7 +118,10 @@ def _tensor_sources(folder: Path) -> dict:
     for path, expected in files.items():
         try:
             with safe_open(path, framework="np") as file:
-                found = {name: (path, tuple(file.get_slice(name).get_shape()), file.get_slice(name).get_dtype()) for name in file.keys()}
+                found = {
+                    name: (path, tuple(file.get_slice(name).get_shape()), file.get_slice(name).get_dtype())
+                    for name in file.keys()
+                }
         except (SafetensorError, OSError) as error:
             raise ValueError(f"{path} cannot be read (truncated or not safetensors): {error}") from None
         if expected is not None and expected != set(found):
@@ -144,8 +159,11 @@ def _check_names_and_shapes(folder, sources, targets):
         if dtype not in STORED_DTYPES:
             problems.append(f"{name} is stored as {dtype}; F32, F16 and BF16 are read")
     if problems:
-        raise ValueError(f"{folder}: the weights do not fit config.json: " + "; ".join(problems[:12])
-                         + (f"; and {len(problems) - 12} more" if len(problems) > 12 else ""))
+        raise ValueError(
+            f"{folder}: the weights do not fit config.json: "
+            + "; ".join(problems[:12])
+            + (f"; and {len(problems) - 12} more" if len(problems) > 12 else "")
+        )
 
 
 def _some(names, limit=8):

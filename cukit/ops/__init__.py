@@ -1,4 +1,6 @@
-"""Differentiable functions on Tensors, written once for every device: formula, shapes, what is saved, where gradients go."""
+"""Differentiable functions on Tensors, written once for every device: formula, shapes, what is saved, where gradients
+go.
+"""
 
 from .activation import silu_mul
 from .attention import attention
@@ -10,5 +12,22 @@ from .norm import add_rms_norm, rms_norm
 from .policy_loss import policy_loss
 from .rope import qk_norm_rope
 
-__all__ = ["add_rms_norm", "attention", "clip", "embedding", "exp", "index_rows", "linear", "lm_head_logprobs", "log", "maximum",
-           "minimum", "policy_loss", "qk_norm_rope", "rms_norm", "silu_mul", "token_logprobs", "where"]
+__all__ = [
+    "add_rms_norm",
+    "attention",
+    "clip",
+    "embedding",
+    "exp",
+    "index_rows",
+    "linear",
+    "lm_head_logprobs",
+    "log",
+    "maximum",
+    "minimum",
+    "policy_loss",
+    "qk_norm_rope",
+    "rms_norm",
+    "silu_mul",
+    "token_logprobs",
+    "where",
+]

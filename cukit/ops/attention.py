@@ -10,4 +10,6 @@ def attention(qkv: Tensor, cu_seqlens, num_heads: int, num_kv_heads: int) -> Ten
     """
     be = qkv.backend
     o, lse = be.attention_forward(qkv.data, cu_seqlens, num_heads, num_kv_heads)
-    return record(o, (qkv,), lambda do: (be.attention_backward(do, qkv.data, o, lse, cu_seqlens, num_heads, num_kv_heads),))
+    return record(
+        o, (qkv,), lambda do: (be.attention_backward(do, qkv.data, o, lse, cu_seqlens, num_heads, num_kv_heads),)
+    )

@@ -1,4 +1,5 @@
-"""Elementwise ops and reductions, written with array operators alone: NumPy and CuPy take the same syntax. Enough to write a loss.
+"""Elementwise ops and reductions, written with array operators alone: NumPy and CuPy take the same syntax. Enough to
+write a loss.
 
 Importing this module gives Tensor its operators (+, -, *, /). A number or an array may stand for a constant Tensor.
 """
@@ -29,7 +30,9 @@ def _fit(dx, x):
 def _binary(a, b, value, rule):
     """An op of two broadcast operands; rule(dy) -> (da, db) before summing to their shapes."""
     ta, tb = _lift(a), _lift(b)
-    return record(value, (ta, tb), lambda dy: tuple(_fit(d, t) if t.requires_grad else None for d, t in zip(rule(dy), (ta, tb))))
+    return record(
+        value, (ta, tb), lambda dy: tuple(_fit(d, t) if t.requires_grad else None for d, t in zip(rule(dy), (ta, tb)))
+    )
 
 
 def add(a, b):
@@ -101,6 +104,7 @@ def sum_all(a: Tensor) -> Tensor:
 
 def index_rows(a: Tensor, rows) -> Tensor:
     """a[rows] along the first axis; rows: an int array without repeats."""
+
     def rule(dy):
         da = a.backend.zeros(a.shape, a.dtype)
         da[rows] = dy

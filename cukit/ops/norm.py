@@ -11,7 +11,9 @@ def rms_norm(x: Tensor, w: Parameter, eps: float = 1e-6) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, w: Parameter, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
-    """(rms_norm(x + residual), x + residual): the step between two blocks. x, residual (T, C), w (C,). Saves the sum and rstd."""
+    """(rms_norm(x + residual), x + residual): the step between two blocks. x, residual (T, C), w (C,). Saves the sum
+    and rstd.
+    """
     be = x.backend
     y, summed, rstd = be.add_rms_norm_forward(x.data, residual.data, w.data, eps)
 

@@ -27,7 +27,8 @@ def policy_loss(
     weight 0 takes no part. kind "clip" is PPO's clipped surrogate −min(r·A, clip(r, 1 − eps_low, 1 + eps_high)·A), with
     r capped at delta in the first term if that is given; "cispo" is −min(r, eps_high)·A·new with a constant factor.
     k3 = exp(ref − new) − (ref − new) − 1, times r if bias_kl. cu_seqlens (B+1,) int32: one ratio a sequence, exp(mean
-    of its log_ratio). Returns the loss, a scalar Tensor, and the sums that STATS names, an array (5,). Saves dloss/dnew.
+    of its log_ratio). Returns the loss, a scalar Tensor, and the sums that STATS names, an array (5,). Saves
+    dloss/dnew.
     """
     loss, dlogps, stats = new_logps.backend.policy_loss_forward(
         new_logps.data,

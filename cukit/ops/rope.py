@@ -3,9 +3,19 @@
 from ..autograd import Parameter, Tensor, record
 
 
-def qk_norm_rope(qkv: Tensor, q_weight: Parameter | None, k_weight: Parameter | None, cos, sin, positions, num_heads: int,
-                 num_kv_heads: int, eps: float = 1e-6) -> Tensor:
-    """Each head of q and k: RMSNorm with q_weight, k_weight (D,) (none if they are None), then rotation by its position; v as it is.
+def qk_norm_rope(
+    qkv: Tensor,
+    q_weight: Parameter | None,
+    k_weight: Parameter | None,
+    cos,
+    sin,
+    positions,
+    num_heads: int,
+    num_kv_heads: int,
+    eps: float = 1e-6,
+) -> Tensor:
+    """Each head of q and k: RMSNorm with q_weight, k_weight (D,) (none if they are None), then rotation by its
+    position; v as it is.
 
     qkv (T, (H + 2K)·D), cos and sin (P, D/2), positions (T,) int32 -> like qkv. Saves qkv and rstd.
     """
@@ -15,7 +25,9 @@ def qk_norm_rope(qkv: Tensor, q_weight: Parameter | None, k_weight: Parameter | 
 
     def rule(dout):
         dq, dk = (None, None) if q_weight is None else (q_weight.grad_buffer(), k_weight.grad_buffer())
-        dqkv = be.qk_norm_rope_backward(dq, dk, dout, qkv.data, q_data, k_data, rstd, cos, sin, positions, num_heads, num_kv_heads)
+        dqkv = be.qk_norm_rope_backward(
+            dq, dk, dout, qkv.data, q_data, k_data, rstd, cos, sin, positions, num_heads, num_kv_heads
+        )
         return dqkv, None, None
 
     return record(out, (qkv, q_weight, k_weight), rule)

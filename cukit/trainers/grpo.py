@@ -39,8 +39,8 @@ class _MicroBatch:
 class GRPOTrainer(Trainer):
     """GRPOTrainer(model="folder", reward_funcs=[f], args=GRPOConfig(…), train_dataset=rows).train()
 
-    Also .evaluate() and .save_model(folder). A reward is a callable, "exact", "boxed", "gsm8k" or "path/file.py:function";
-    see cukit.rewards. Where this differs from TRL:
+    Also .evaluate() and .save_model(folder). A reward is a callable, "exact", "boxed", "gsm8k" or
+    "path/file.py:function"; see cukit.rewards. Where this differs from TRL:
 
     * The old log-probabilities are the engine's own, of the tokens it drew, so the ratio is exactly that of the trained
       policy to the one that sampled, in every iteration and every slice of a generation batch. TRL takes its trainer's

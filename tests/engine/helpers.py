@@ -45,9 +45,13 @@ class ScriptModel:
     def __init__(self, script, vocab_size=151_669, max_position_embeddings=128):
         self.script, self.backend, self.dtype = np.asarray(script), backend_for("cpu"), np.dtype(np.float32)
         self.config = SimpleNamespace(
-            vocab_size=vocab_size, max_position_embeddings=max_position_embeddings, num_hidden_layers=1, num_key_value_heads=1,
-            head_dim=2, eos_token_id=None,
-        )  # fmt: skip
+            vocab_size=vocab_size,
+            max_position_embeddings=max_position_embeddings,
+            num_hidden_layers=1,
+            num_key_value_heads=1,
+            head_dim=2,
+            eos_token_id=None,
+        )
 
     def forward(self, tokens, positions, attend):
         return Tensor(np.asarray(positions, np.float32)[:, None])

@@ -20,4 +20,6 @@ def test_one_upload_brings_every_field(precise):
             view[...] = 10 * rows + number
         host.upload()
         for number, name in enumerate(shapes):  # fields that overlapped would have lost their numbers
-            assert (getattr(host, name) == 10 * rows + number).all() and (getattr(device, name) == 10 * rows + number).all()
+            assert (getattr(host, name) == 10 * rows + number).all() and (
+                getattr(device, name) == 10 * rows + number
+            ).all()

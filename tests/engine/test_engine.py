@@ -136,7 +136,9 @@ def test_rows_that_only_fill_a_step_up_change_nothing(schedule, prompts, alone, 
         for number in range(len(prompts))
     ]
     assert_same(results(llm.generate(prompts, params)), alone)
-    out = llm.generate([prompts[0]], SamplingParams(temperature=0, max_tokens=3, min_tokens=3, stop_token_ids=[5], logprobs=True))[0]
+    out = llm.generate(
+        [prompts[0]], SamplingParams(temperature=0, max_tokens=3, min_tokens=3, stop_token_ids=[5], logprobs=True)
+    )[0]
     (scores,) = llm.score([out.prompt_token_ids + out.outputs[0].token_ids])
     np.testing.assert_allclose(scores[len(prompts[0]) - 1 :], out.outputs[0].logprobs, atol=1e-10)
     assert {rows % 8 for rows, _ in llm._runner._steps} == {0}

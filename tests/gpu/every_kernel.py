@@ -51,8 +51,17 @@ def train_and_generate(name, dtype):
     with no_grad():
         model.logits(model.forward(*pack(model, rows)))
     llm = LLM.from_model(model, None, max_model_len=128, max_num_seqs=4, max_num_batched_tokens=40, enforce_eager=True)
-    kinds = [{}, {"top_k": 5}, {"top_p": 0.8}, {"min_p": 0.1, "n": 3}, {"temperature": 0.0}, {"repetition_penalty": 1.3, "top_k": 7, "top_p": 0.9}]
-    params = [SamplingParams(**{"max_tokens": 4, "min_tokens": 2, "stop_token_ids": [5], "seed": 1} | kind) for kind in kinds]
+    kinds = [
+        {},
+        {"top_k": 5},
+        {"top_p": 0.8},
+        {"min_p": 0.1, "n": 3},
+        {"temperature": 0.0},
+        {"repetition_penalty": 1.3, "top_k": 7, "top_p": 0.9},
+    ]
+    params = [
+        SamplingParams(**{"max_tokens": 4, "min_tokens": 2, "stop_token_ids": [5], "seed": 1} | kind) for kind in kinds
+    ]
     llm.generate([rows[i % 3] for i in range(len(params))], params)
     llm.close()
 
@@ -74,7 +83,9 @@ def attention(dtype, heads, kv_heads, dim, lengths):
     context = np.array(lengths, np.int32)
     be.paged_prefill_attention(qkv, *caches, be.array(tables), be.array(borders), be.array(context), heads)
     last = be.array(be.to_numpy(qkv)[borders[1:] - 1])
-    be.paged_decode_attention(last, *caches, be.array(tables), be.array(context * (np.arange(len(lengths)) != 1)), heads)
+    be.paged_decode_attention(
+        last, *caches, be.array(tables), be.array(context * (np.arange(len(lengths)) != 1)), heads
+    )
     be.copy_blocks([tuple(caches)], be.array(np.array([1], np.int32)), be.array(np.array([0], np.int32)))
 
 
@@ -84,7 +95,9 @@ def products(dtype):
 
     be = backend_for("cuda")
     for rows, ins, outs in ((70, 200, 130), (5, 13, 7), (1, 24, 33)):
-        x, w, bias = (be.array(normal(*shape).astype(be.dtype_of(dtype))) for shape in ((rows, ins), (outs, ins), (outs,)))
+        x, w, bias = (
+            be.array(normal(*shape).astype(be.dtype_of(dtype))) for shape in ((rows, ins), (outs, ins), (outs,))
+        )
         in_order_product(x, w, bias)
 
 
@@ -95,14 +108,32 @@ def policy_losses(dtype="float32"):
     borders = be.array(np.array([0, 5, 5, 13], np.int32))
     for kind in ("clip", "cispo"):
         for cu_seqlens in (None, borders):
-            be.policy_loss_forward(new, old, ref, advantages, weights, cu_seqlens, kind, 0.2, 0.28, 1.4 if kind == "clip" else None, 0.1, True)
+            be.policy_loss_forward(
+                new,
+                old,
+                ref,
+                advantages,
+                weights,
+                cu_seqlens,
+                kind,
+                0.2,
+                0.28,
+                1.4 if kind == "clip" else None,
+                0.1,
+                True,
+            )
 
 
 def filters(dtype):
     be = backend_for("cuda")
     logits = be.array(normal(3, 211).astype(be.dtype_of(dtype)))
-    be.filter_logits(logits, *(be.array(np.array(v, t)) for v, t in (([5, 0, 3], np.int32), ([0.9, 0.5, 1.0], np.float32),
-                                                                     ([0.0, 0.1, 0.0], np.float32))))
+    be.filter_logits(
+        logits,
+        *(
+            be.array(np.array(v, t))
+            for v, t in (([5, 0, 3], np.int32), ([0.9, 0.5, 1.0], np.float32), ([0.0, 0.1, 0.0], np.float32))
+        ),
+    )
 
 
 def main():

@@ -29,7 +29,7 @@ def test_a_row_alone_has_the_bits_of_the_row_in_a_batch(dtype):
         gate_up = be.array(normal(65, 2 * width).astype(be.dtype_of(dtype)))
         y = be.to_numpy(be.silu_mul_forward(gate_up))
         for row in (0, 1, 64):
-            assert np.array_equal(be.to_numpy(be.silu_mul_forward(gate_up[row:row + 1].copy()))[0], y[row])
+            assert np.array_equal(be.to_numpy(be.silu_mul_forward(gate_up[row : row + 1].copy()))[0], y[row])
 
 
 @pytest.mark.slow
@@ -40,6 +40,9 @@ def test_more_than_2_to_31_elements():
     last = normal(1, 2 * width).astype(be.dtype_of("bfloat16"))
     gate_up[-1:] = be.array(last)
     y = be.silu_mul_forward(gate_up)
-    assert np.array_equal(be.to_numpy(y[-1:]), be.to_numpy(be.silu_mul_forward(be.array(last)))) and not be.to_numpy(y[:2]).any()
+    assert (
+        np.array_equal(be.to_numpy(y[-1:]), be.to_numpy(be.silu_mul_forward(be.array(last))))
+        and not be.to_numpy(y[:2]).any()
+    )
     dgate_up = be.silu_mul_backward(y, gate_up)
     assert np.array_equal(be.to_numpy(dgate_up[-1:]), be.to_numpy(be.silu_mul_backward(y[-1:], gate_up[-1:])))

@@ -1,4 +1,6 @@
-"""Packed causal attention on the GPU against NumPy, and what must hold in every bit. Run: pytest -m gpu tests/gpu/test_attention.py"""
+"""Packed causal attention on the GPU against NumPy, and what must hold in every bit. Run: pytest -m gpu
+tests/gpu/test_attention.py
+"""
 
 import numpy as np
 import pytest
@@ -8,7 +10,19 @@ from cukit.backend import backend_for
 from cukit.backend.numpy import attention_forward
 
 pytestmark = pytest.mark.gpu
-SHAPES = [(1, 1, 64), (4, 2, 64), (4, 1, 128), (2, 2, 128), (7, 1, 32), (2, 1, 16), (4, 2, 80), (2, 1, 256), (2, 1, 12), (1, 1, 132), (3, 3, 8)]
+SHAPES = [
+    (1, 1, 64),
+    (4, 2, 64),
+    (4, 1, 128),
+    (2, 2, 128),
+    (7, 1, 32),
+    (2, 1, 16),
+    (4, 2, 80),
+    (2, 1, 256),
+    (2, 1, 12),
+    (1, 1, 132),
+    (3, 3, 8),
+]
 LENGTHS = [[1, 7, 13], [64, 1, 0, 7], [255, 256, 257], [700, 13]]
 
 
@@ -42,7 +56,7 @@ def lse_of_tensor_cores(dtype, qkv, cu_seqlens, heads, kv_heads):
     for first, last in zip(cu_seqlens[:-1], cu_seqlens[1:]):
         rows = slice(int(first), int(last))
         q = split[rows, :heads].transpose(1, 0, 2)
-        k = np.repeat(split[rows, heads:heads + kv_heads].transpose(1, 0, 2), heads // kv_heads, axis=0)
+        k = np.repeat(split[rows, heads : heads + kv_heads].transpose(1, 0, 2), heads // kv_heads, axis=0)
         scores = tensor_core_product(q, k) * np.float32(split.shape[2] ** -0.5)
         scores[:, np.triu(np.ones(scores.shape[1:], bool), 1)] = -np.inf
         if last > first:
@@ -81,7 +95,9 @@ def test_many_short_sequences(count):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("shape", [(4, 2, 64), (7, 1, 128), (2, 1, 256)], ids=str)
 def test_alone_equals_packed(gpu, shape, dtype):
-    """A sequence's forward and gradient have the same bits alone and between others; a prefix has the forward bits of the whole."""
+    """A sequence's forward and gradient have the same bits alone and between others; a prefix has the forward bits of
+    the whole.
+    """
     lengths, (heads, kv_heads, _) = [130, 1, 257, 65], shape
     qkv, cu_seqlens = inputs(lengths, *shape)
     qkv = gpu.array(qkv, gpu.dtype_of(dtype))
@@ -94,7 +110,10 @@ def test_alone_equals_packed(gpu, shape, dtype):
         alone_o, alone_lse = gpu.attention_forward(qkv[rows], alone, heads, kv_heads)
         same(gpu.to_numpy(alone_o), gpu.to_numpy(o[rows]))
         same(gpu.to_numpy(alone_lse), gpu.to_numpy(lse[rows]))
-        same(gpu.to_numpy(gpu.attention_backward(do[rows], qkv[rows], o[rows], lse[rows], alone, heads, kv_heads)), gpu.to_numpy(dqkv[rows]))
+        same(
+            gpu.to_numpy(gpu.attention_backward(do[rows], qkv[rows], o[rows], lse[rows], alone, heads, kv_heads)),
+            gpu.to_numpy(dqkv[rows]),
+        )
     prefix = gpu.attention_forward(qkv[131 : 131 + 200], gpu.array(borders([200])), heads, kv_heads)
     same(gpu.to_numpy(prefix[0]), gpu.to_numpy(o[131 : 131 + 200]))
     same(gpu.to_numpy(prefix[1]), gpu.to_numpy(lse[131 : 131 + 200]))
@@ -103,7 +122,9 @@ def test_alone_equals_packed(gpu, shape, dtype):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("shape", [(4, 2, 64), (4, 2, 128)], ids=str)
 def test_wgmma_has_the_bits_of_mma(gpu, monkeypatch, shape, dtype):
-    """The instructions of Hopper (sm_90a) against those of other cards, which it runs when compiled for sm_90: forward and gradients, in every bit."""
+    """The instructions of Hopper (sm_90a) against those of other cards, which it runs when compiled for sm_90: forward
+    and gradients, in every bit.
+    """
     from cukit.backend.cuda import loader
 
     if loader._architecture() != "sm_90a":
@@ -173,4 +194,7 @@ def test_more_than_two_billion_elements(gpu):
     alone = gpu.array(borders([length, length]))
     tail_o, tail_lse = gpu.attention_forward(tail, alone, 1, 1)
     same(gpu.to_numpy(o[-2 * length :]), gpu.to_numpy(tail_o))
-    same(gpu.to_numpy(dqkv[-2 * length :]), gpu.to_numpy(gpu.attention_backward(tail_o, tail, tail_o, tail_lse, alone, 1, 1)))
+    same(
+        gpu.to_numpy(dqkv[-2 * length :]),
+        gpu.to_numpy(gpu.attention_backward(tail_o, tail, tail_o, tail_lse, alone, 1, 1)),
+    )

@@ -9,9 +9,20 @@ from cukit.backend import backend_for
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize("tokens, vocab_size, cols", [
-    (1, 5, 8), (17, 3, 13), (0, 4, 8), (1100, 50, 24), (1100, 2, 1), (40, 7, 2560), (513, 1, 64), (4099, 1000, 1000), (5000, 20000, 256),
-])
+@pytest.mark.parametrize(
+    "tokens, vocab_size, cols",
+    [
+        (1, 5, 8),
+        (17, 3, 13),
+        (0, 4, 8),
+        (1100, 50, 24),
+        (1100, 2, 1),
+        (40, 7, 2560),
+        (513, 1, 64),
+        (4099, 1000, 1000),
+        (5000, 20000, 256),
+    ],
+)
 def test_against_numpy(tokens, vocab_size, cols):
     ids = np.random.default_rng(tokens).integers(0, vocab_size, tokens).astype(np.int32)
     check_kernel("embedding_forward", normal(vocab_size, cols), ids)

@@ -16,7 +16,10 @@ GOLDEN = Path(__file__).parents[1] / "golden"
 
 def test_a_replay_reads_the_inputs_of_its_moment():
     be = backend_for("cuda")
-    x, w = be.zeros((8, 64), "bfloat16"), be.array(np.random.default_rng(0).standard_normal((32, 64)).astype(be.dtype_of("bfloat16")))
+    x, w = (
+        be.zeros((8, 64), "bfloat16"),
+        be.array(np.random.default_rng(0).standard_normal((32, 64)).astype(be.dtype_of("bfloat16"))),
+    )
     calls = []
 
     def function():
@@ -46,14 +49,30 @@ def test_a_step_that_cannot_be_captured_goes_on_without(capfd):
 
 
 def engine_results(llm, seed=0):
-    """Tokens and the bits of log-probs of requests of many kinds, three times over: steps are called, captured and replayed."""
+    """Tokens and the bits of log-probs of requests of many kinds, three times over: steps are called, captured and
+    replayed.
+    """
     generator, found = np.random.default_rng(seed), []
     for _ in range(3):
         prompts = [generator.integers(3, 200, int(n)).tolist() for n in generator.integers(1, 60, 70)]
-        params = [SamplingParams(n=int(generator.choice([1, 2])), temperature=float(generator.choice([0, 0.7, 1.0])), top_k=int(generator.choice([0, 9])),
-                                 min_tokens=int(generator.choice([0, 0, 0, 4])), max_tokens=int(n), seed=i, logprobs=True)
-                  for i, n in enumerate(generator.integers(4, 60, 70))]
-        found.append([[(s.token_ids, np.array(s.logprobs, np.float32).tobytes()) for s in out.outputs] for out in llm.generate(prompts, params)])
+        params = [
+            SamplingParams(
+                n=int(generator.choice([1, 2])),
+                temperature=float(generator.choice([0, 0.7, 1.0])),
+                top_k=int(generator.choice([0, 9])),
+                min_tokens=int(generator.choice([0, 0, 0, 4])),
+                max_tokens=int(n),
+                seed=i,
+                logprobs=True,
+            )
+            for i, n in enumerate(generator.integers(4, 60, 70))
+        ]
+        found.append(
+            [
+                [(s.token_ids, np.array(s.logprobs, np.float32).tobytes()) for s in out.outputs]
+                for out in llm.generate(prompts, params)
+            ]
+        )
     return found
 
 
@@ -73,7 +92,9 @@ def test_graphs_follow_new_weights_and_a_new_cache():
     model.norm.weight.data[...] *= 2
     llm.reset_prefix_cache()
     changed = engine_results(llm)
-    assert changed != first and changed == engine_results(LLM.from_model(model, None, max_model_len=128, max_num_seqs=8, enforce_eager=True))
+    assert changed != first and changed == engine_results(
+        LLM.from_model(model, None, max_model_len=128, max_num_seqs=8, enforce_eager=True)
+    )
     llm.sleep()
     assert not llm._runner._steps
     llm.wake_up()

@@ -1,4 +1,6 @@
-"""Matrix products by cuBLAS against NumPy, and the bits of rows. Run on a machine with a GPU: pytest -m gpu tests/gpu/test_linear.py"""
+"""Matrix products by cuBLAS against NumPy, and the bits of rows. Run on a machine with a GPU: pytest -m gpu
+tests/gpu/test_linear.py
+"""
 
 import numpy as np
 import pytest
@@ -30,7 +32,9 @@ def chain(dy, x):
 @pytest.mark.parametrize("rows, ins, outs", SIZES)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_weight_gradient(rows, ins, outs, dtype):
-    """The sum over rows stays in float32, so its order and rounding show: NumPy's many partial sums are no yardstick for it."""
+    """The sum over rows stays in float32, so its order and rounding show: NumPy's many partial sums are no yardstick
+    for it.
+    """
     be, start = backend_for("cuda"), statistics(outs, ins)
     x, dy = (normal(rows, size, seed=size).astype(be.dtype_of(dtype)) for size in (ins, outs))
     true = start + dy.astype(np.float64).T @ x.astype(np.float64)
@@ -53,19 +57,36 @@ def test_float64():
 
 # (out, in): the products of Qwen2.5-0.5B (with a bias) and Qwen3-0.6B, whose `down` cuBLAS splits when rows are few
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-@pytest.mark.parametrize("outs, ins, biased", [(1152, 896, True), (896, 4864, False), (4096, 1024, False), (1024, 2048, False), (1024, 3072, False),
-                                               (96, 64, False), (211, 48, False), (33, 24, True), (7, 13, False), (1, 1000, True)])
+@pytest.mark.parametrize(
+    "outs, ins, biased",
+    [
+        (1152, 896, True),
+        (896, 4864, False),
+        (4096, 1024, False),
+        (1024, 2048, False),
+        (1024, 3072, False),
+        (96, 64, False),
+        (211, 48, False),
+        (33, 24, True),
+        (7, 13, False),
+        (1, 1000, True),
+    ],
+)
 def test_a_row_has_the_same_bits_at_every_row_count(outs, ins, biased, dtype):
     be = backend_for("cuda")
     generator = np.random.default_rng(0)
-    x, w, bias = (be.array(generator.standard_normal(shape, dtype=np.float32).astype(be.dtype_of(dtype)))
-                  for shape in ((5000, ins), (outs, ins), (outs,)))
+    x, w, bias = (
+        be.array(generator.standard_normal(shape, dtype=np.float32).astype(be.dtype_of(dtype)))
+        for shape in ((5000, ins), (outs, ins), (outs,))
+    )
     bias = bias if biased else None
     integers = f"uint{8 * x.itemsize}"
     whole = be.to_numpy(be.linear_forward(x, w, bias)).view(integers)
     for rows in (1, 2, 3, 7, 16, 33, 64, 65, 100, 128, 129, 255, 256, 300, 512, 1000, 2049, 4096):
         part = be.to_numpy(be.linear_forward(x[:rows], w, bias)).view(integers)
-        assert np.array_equal(part, whole[:rows]), f"{rows} rows: {np.count_nonzero(part != whole[:rows])} of {part.size} differ"
+        assert np.array_equal(part, whole[:rows]), (
+            f"{rows} rows: {np.count_nonzero(part != whole[:rows])} of {part.size} differ"
+        )
 
 
 @pytest.mark.parametrize("rows, ins, outs", SIZES)
@@ -75,18 +96,26 @@ def test_product_in_order_against_numpy(rows, ins, outs):
 
     be, host = backend_for("cuda"), backend_for("cpu")
     for dtype in map(be.dtype_of, ("bfloat16", "float16")):
-        x, w, b = (a.astype(dtype) for a in (normal(rows, ins), normal(outs, ins, seed=1, scale=ins**-0.5), normal(outs, seed=3)))
+        x, w, b = (
+            a.astype(dtype)
+            for a in (normal(rows, ins), normal(outs, ins, seed=1, scale=ins**-0.5), normal(outs, seed=3))
+        )
         for bias in (None, b):
             true = x.astype(np.float64) @ w.astype(np.float64).T + (0 if bias is None else bias.astype(np.float64))
             near = host.linear_forward(x, w, bias).astype(np.float64)
             got = be.to_numpy(in_order_product(be.array(x), be.array(w), None if bias is None else be.array(bias)))
             assert got.shape == near.shape and got.dtype == dtype
             if rows:
-                assert np.abs(got.astype(np.float64) - true).max() <= 2 * np.abs(near - true).max() + ulp(np.abs(true).max(), dtype)
+                assert np.abs(got.astype(np.float64) - true).max() <= 2 * np.abs(near - true).max() + ulp(
+                    np.abs(true).max(), dtype
+                )
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("outs, ins, biased", [(896, 4864, False), (4096, 1024, False), (1024, 3072, False), (6144, 1024, False), (1152, 896, False)])
+@pytest.mark.parametrize(
+    "outs, ins, biased",
+    [(896, 4864, False), (4096, 1024, False), (1024, 3072, False), (6144, 1024, False), (1152, 896, False)],
+)
 def test_product_in_order_has_the_bits_of_cublas(outs, ins, biased, dtype):
     """On a card where this fails the exact path still holds (exact.py), but more products run on our own kernel."""
     from cukit.backend.cuda import exact
@@ -96,16 +125,24 @@ def test_product_in_order_has_the_bits_of_cublas(outs, ins, biased, dtype):
 
 @pytest.mark.parametrize("adds_in_order", [True, False])
 def test_our_own_product_takes_over_where_cublas_does_not_add_in_order(monkeypatch, adds_in_order):
-    """A cuBLAS that gives the reference's bits above 100 rows only, on a card whose chain is or is not the reference's."""
+    """A cuBLAS that gives the reference's bits above 100 rows only, on a card with or without the reference's chain."""
     from cukit.backend.cuda import exact, products
 
     monkeypatch.setattr(exact, "_chosen", {})
     monkeypatch.setattr(exact, "_equal", {})
     monkeypatch.setattr(exact, "LARGEST_RAISE", 64)
-    monkeypatch.setattr(exact, "_compare", lambda outs, ins, dtype, biased, bucket: adds_in_order if bucket == "in order" else bucket > 100)
+    monkeypatch.setattr(
+        exact,
+        "_compare",
+        lambda outs, ins, dtype, biased, bucket: adds_in_order if bucket == "in order" else bucket > 100,
+    )
     ways = [exact.choose_product(rows, 64, 64, np.dtype(np.float16), False) for rows in (3, 60, 1000)]
     large = (1024, products.cublas_product) if adds_in_order else (1000, products.in_order_product)
-    assert ways == [(3, products.in_order_product), (128, products.cublas_product) if adds_in_order else (60, products.in_order_product), large]
+    assert ways == [
+        (3, products.in_order_product),
+        (128, products.cublas_product) if adds_in_order else (60, products.in_order_product),
+        large,
+    ]
 
 
 def test_exact_policies(monkeypatch):

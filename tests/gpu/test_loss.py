@@ -9,8 +9,16 @@ from cukit.backend import backend_for
 pytestmark = pytest.mark.gpu
 
 # rows, width of a row of logits, ids that count, temperature
-CASES = [(1, 1, 1, 1.0), (5, 211, 211, 1.0), (3, 211, 200, 0.7), (7, 1024, 1024, 1.3), (2, 4104, 4099, 0.6), (4, 49152, 49152, 1.0),
-         (3, 151936, 151665, 0.9), (0, 64, 64, 1.0)]
+CASES = [
+    (1, 1, 1, 1.0),
+    (5, 211, 211, 1.0),
+    (3, 211, 200, 0.7),
+    (7, 1024, 1024, 1.3),
+    (2, 4104, 4099, 0.6),
+    (4, 49152, 49152, 1.0),
+    (3, 151936, 151665, 0.9),
+    (0, 64, 64, 1.0),
+]
 
 
 def inputs(rows, width, vocab_size, seed=0):
@@ -43,19 +51,25 @@ def test_a_row_alone_has_the_bits_of_the_row_in_a_batch(dtype, width):
     logits = cuda.array(logits.astype(cuda.dtype_of(dtype)))
     together = [cuda.to_numpy(x) for x in cuda.token_logprobs_forward(logits, cuda.array(targets), 0.8, width)]
     for row in range(9):
-        alone = cuda.token_logprobs_forward(cuda.array(logits[row:row + 1]), cuda.array(targets[row:row + 1]), 0.8, width)
+        alone = cuda.token_logprobs_forward(
+            cuda.array(logits[row : row + 1]), cuda.array(targets[row : row + 1]), 0.8, width
+        )
         for whole, single in zip(together, alone):
-            assert whole[row:row + 1].tobytes() == cuda.to_numpy(single).tobytes()
+            assert whole[row : row + 1].tobytes() == cuda.to_numpy(single).tobytes()
 
 
 def test_extreme_logits_and_wrong_targets():
-    """Logits of -inf count as probability 0, huge ones do not overflow, and a target beyond the vocabulary gives NaN, not a stray read."""
+    """Logits of -inf count as probability 0, huge ones do not overflow, and a target beyond the vocabulary gives NaN,
+    not a stray read.
+    """
     cuda = backend_for("cuda")
     logits = np.zeros((4, 16), np.float32)
     logits[0, 3:] = -np.inf
     logits[1, 0], logits[1, 1:] = 3e4, -3e4
     targets = np.array([2, 1, 16, -1], np.int32)
-    logprobs, entropy, lse = (cuda.to_numpy(x) for x in cuda.token_logprobs_forward(cuda.array(logits), cuda.array(targets), 1.0, 16))
+    logprobs, entropy, lse = (
+        cuda.to_numpy(x) for x in cuda.token_logprobs_forward(cuda.array(logits), cuda.array(targets), 1.0, 16)
+    )
     np.testing.assert_allclose(logprobs, [-np.log(3), -6e4, np.nan, np.nan], rtol=1e-6)
     np.testing.assert_allclose(entropy, [np.log(3), 0, np.log(16), np.log(16)], rtol=1e-6, atol=1e-7)
     np.testing.assert_allclose(lse, [np.log(3), 3e4, np.log(16), np.log(16)], rtol=1e-6)
@@ -77,15 +91,27 @@ def test_more_than_2_to_31_logits():
     sample = normal(64, width, scale=3.0).astype(logits.dtype)
     for start in range(0, rows, 64):
         count = min(64, rows - start)
-        logits[start:start + count] = cuda.array(sample[:count])
+        logits[start : start + count] = cuda.array(sample[:count])
     targets = np.random.default_rng(0).integers(0, width, rows).astype(np.int32)
     outputs = cuda.token_logprobs_forward(logits, cuda.array(targets), 1.0, width)
     dlogprobs = statistics(rows)
-    dlogits = cuda.token_logprobs_backward(logits, cuda.array(targets), outputs[2], outputs[1], cuda.array(dlogprobs), None, 1.0, width)
+    dlogits = cuda.token_logprobs_backward(
+        logits, cuda.array(targets), outputs[2], outputs[1], cuda.array(dlogprobs), None, 1.0, width
+    )
     for row in (0, 7000, 14_133, 14_134, rows - 1):
-        near = cpu.token_logprobs_forward(sample[row % 64:row % 64 + 1], targets[row:row + 1], 1.0, width)
+        near = cpu.token_logprobs_forward(sample[row % 64 : row % 64 + 1], targets[row : row + 1], 1.0, width)
         for got, expected in zip(outputs, near):
-            np.testing.assert_allclose(cuda.to_numpy(got[row:row + 1]), expected, rtol=1e-5)
-        gradient = cpu.token_logprobs_backward(sample[row % 64:row % 64 + 1], targets[row:row + 1], near[2], near[1],
-                                               dlogprobs[row:row + 1], None, 1.0, width)
-        np.testing.assert_allclose(cuda.to_numpy(dlogits[row]).astype(np.float32), gradient[0].astype(np.float32), rtol=1e-2, atol=1e-8)
+            np.testing.assert_allclose(cuda.to_numpy(got[row : row + 1]), expected, rtol=1e-5)
+        gradient = cpu.token_logprobs_backward(
+            sample[row % 64 : row % 64 + 1],
+            targets[row : row + 1],
+            near[2],
+            near[1],
+            dlogprobs[row : row + 1],
+            None,
+            1.0,
+            width,
+        )
+        np.testing.assert_allclose(
+            cuda.to_numpy(dlogits[row]).astype(np.float32), gradient[0].astype(np.float32), rtol=1e-2, atol=1e-8
+        )

@@ -34,17 +34,21 @@ def test_float32_within_twice_numpy(name):
     true, near, got = results(name, "cpu", "float64"), results(name, "cpu", "float32"), results(name, "cuda", "float32")
     for key, value in true.items():
         error, yardstick = np.abs(got[key] - value).max(), np.abs(near[key] - value).max()
-        assert error <= 2 * yardstick + ulp(np.abs(value).max(), "float32"), f"{key}: error {error:.2e}, NumPy's own {yardstick:.2e}"
+        assert error <= 2 * yardstick + ulp(np.abs(value).max(), "float32"), (
+            f"{key}: error {error:.2e}, NumPy's own {yardstick:.2e}"
+        )
 
 
 def size(difference):
     """rms, as in the comparison with transformers."""
-    return np.sqrt(np.mean(difference ** 2))
+    return np.sqrt(np.mean(difference**2))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_recompute_and_a_second_run_give_the_same_bits(dtype):
-    first, again, recomputed = (results("qwen3_tiny", "cuda", dtype, checkpointing) for checkpointing in (False, False, True))
+    first, again, recomputed = (
+        results("qwen3_tiny", "cuda", dtype, checkpointing) for checkpointing in (False, False, True)
+    )
     for key, value in first.items():
         np.testing.assert_array_equal(value, again[key], err_msg=key)
         np.testing.assert_array_equal(value, recomputed[key], err_msg=key)
@@ -56,4 +60,6 @@ def test_half_types_stay_near_numpy_in_the_same_type(name, dtype):
     true, near, got = results(name, "cpu", "float64"), results(name, "cpu", dtype), results(name, "cuda", dtype)
     for key, value in true.items():
         error, yardstick = size(got[key] - value), size(near[key] - value)
-        assert error <= 2 * yardstick + ulp(np.abs(value).max(), dtype), f"{key}: error {error:.2e}, NumPy's own {yardstick:.2e}"
+        assert error <= 2 * yardstick + ulp(np.abs(value).max(), dtype), (
+            f"{key}: error {error:.2e}, NumPy's own {yardstick:.2e}"
+        )

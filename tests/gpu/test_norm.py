@@ -37,13 +37,20 @@ def test_backward(rows, cols):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("cols", [13, 1024, 5120])
 def test_a_row_alone_has_the_bits_of_the_row_in_a_batch(dtype, cols):
-    """Also where the row alone is aligned and the row in the batch is not, and with the residual added before or inside."""
+    """Also where the row alone is aligned and the row in the batch is not, and with the residual added before or
+    inside.
+    """
     be = backend_for("cuda")
-    x, residual, w = (be.array(a.astype(be.dtype_of(dtype))) for a in (normal(301, cols), normal(301, cols, seed=1), normal(cols, seed=2)))
+    x, residual, w = (
+        be.array(a.astype(be.dtype_of(dtype)))
+        for a in (normal(301, cols), normal(301, cols, seed=1), normal(cols, seed=2))
+    )
     w = w.astype(np.float32)
     y, summed, rstd = be.add_rms_norm_forward(x, residual, w, 1e-6)
     again, rstd_again = be.rms_norm_forward(summed, w, 1e-6)
-    assert np.array_equal(be.to_numpy(y), be.to_numpy(again)) and np.array_equal(be.to_numpy(rstd), be.to_numpy(rstd_again))
+    assert np.array_equal(be.to_numpy(y), be.to_numpy(again)) and np.array_equal(
+        be.to_numpy(rstd), be.to_numpy(rstd_again)
+    )
     dx = be.to_numpy(be.rms_norm_backward(None, residual, summed, w, rstd))
     for row in (0, 1, 150, 300):
         part = slice(row, row + 1)

@@ -21,7 +21,9 @@ def state(size, dtype, own_param):
 @pytest.mark.parametrize("size", [0, 1, 3, 211, 4096, 100_003])
 @pytest.mark.parametrize("dtype", [*DTYPES, "master"])
 def test_steps_have_numpys_bits(dtype, size):
-    """Three steps; "master" is a float32 parameter that is its own master. Only IEEE operations in one order: equal in every bit."""
+    """Three steps; "master" is a float32 parameter that is its own master. Only IEEE operations in one order: equal in
+    every bit.
+    """
     cuda, cpu = backend_for("cuda"), backend_for("cpu")
     own_param = dtype != "master"
     *arrays, param = state(size, cpu.dtype_of(dtype) if own_param else np.float32, own_param)
@@ -32,7 +34,9 @@ def test_steps_have_numpys_bits(dtype, size):
         settings = dict(lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=step, grad_scale=0.37)
         cpu.adamw_step(*host, host_param, **settings)
         cuda.adamw_step(*device, device_param, **settings)
-        for name, got, expected in zip(("master", "m", "v", "grad", "param"), (*device, device_param), (*host, host_param)):
+        for name, got, expected in zip(
+            ("master", "m", "v", "grad", "param"), (*device, device_param), (*host, host_param)
+        ):
             np.testing.assert_array_equal(cuda.to_numpy(got), expected, err_msg=f"{name} after step {step}")
 
 
@@ -54,7 +58,10 @@ def test_an_unaligned_view_is_stepped_in_place():
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_sum_of_squares(dtype):
     cuda, cpu = backend_for("cuda"), backend_for("cpu")
-    arrays = [normal(*shape, seed=7).astype(cpu.dtype_of(dtype)) for shape in ((1,), (211,), (64, 1024), (0,), (1000, 1003), (5, 7))]
+    arrays = [
+        normal(*shape, seed=7).astype(cpu.dtype_of(dtype))
+        for shape in ((1,), (211,), (64, 1024), (0,), (1000, 1003), (5, 7))
+    ]
     arrays.append(statistics(333))
     device = [cuda.array(x) for x in arrays]
     found = cuda.sum_of_squares(device)
@@ -83,6 +90,8 @@ def test_more_than_2_to_31_elements():
         x[where] = 2.0
     assert cuda.sum_of_squares([x]) == 16.0
     master, m, v = (cuda.zeros((size,), np.float32) for _ in range(3))
-    cuda.adamw_step(master, m, v, x, master, lr=1.0, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0, step=1, grad_scale=1.0)
+    cuda.adamw_step(
+        master, m, v, x, master, lr=1.0, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0, step=1, grad_scale=1.0
+    )
     assert [float(master[i]) for i in (1, 2**31 - 2, size - 2)] == [0.0, 0.0, 0.0]
     np.testing.assert_allclose([float(master[i]) for i in (0, 2**31 - 1, 2**31, size - 1)], -1.0, rtol=1e-6)

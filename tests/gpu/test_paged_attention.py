@@ -11,7 +11,19 @@ from cukit.backend import backend_for
 from cukit.backend import numpy as reference
 
 pytestmark = pytest.mark.gpu
-SHAPES = [(2, 2, 64), (4, 2, 64), (4, 1, 128), (7, 1, 128), (14, 2, 64), (20, 1, 32), (2, 1, 16), (4, 2, 80), (2, 1, 256), (2, 1, 12), (33, 1, 8)]
+SHAPES = [
+    (2, 2, 64),
+    (4, 2, 64),
+    (4, 1, 128),
+    (7, 1, 128),
+    (14, 2, 64),
+    (20, 1, 32),
+    (2, 1, 16),
+    (4, 2, 80),
+    (2, 1, 256),
+    (2, 1, 12),
+    (33, 1, 8),
+]
 DTYPES = ["bfloat16", "float16", "float32"]
 
 
@@ -21,7 +33,9 @@ def gpu():
 
 
 class Paged:
-    """Sequences of random q, k, v in a shuffled paged cache whose unused slots are NaN; a table's unused entries are -1."""
+    """Sequences of random q, k, v in a shuffled paged cache whose unused slots are NaN; a table's unused entries are
+    -1.
+    """
 
     def __init__(self, lengths, heads, kv_heads, dim, block_size=16, seed=0):
         rng = np.random.default_rng(seed)
@@ -35,14 +49,18 @@ class Paged:
         for row, (length, count) in enumerate(zip(lengths, counts)):
             self.tables[row, :count] = [next(blocks) for _ in range(count)]
             positions = np.arange(length)
-            slots.append(self.tables[row, positions // block_size].astype(np.int64) * block_size + positions % block_size)
+            slots.append(
+                self.tables[row, positions // block_size].astype(np.int64) * block_size + positions % block_size
+            )
         self.slots = np.concatenate([*slots, np.zeros(0, np.int64)])
         self.k_cache, self.v_cache = (np.full((sum(counts) + 1, block_size, kv_heads, dim), np.nan) for _ in range(2))
         reference.store_kv(self.k_cache, self.v_cache, self.qkv, self.slots, heads, kv_heads)
 
     def rows(self, starts):
         """Packed rows of each sequence from starts[b] on, and their borders."""
-        rows = [np.arange(first + start, last) for first, last, start in zip(self.cu_seqlens, self.cu_seqlens[1:], starts)]
+        rows = [
+            np.arange(first + start, last) for first, last, start in zip(self.cu_seqlens, self.cu_seqlens[1:], starts)
+        ]
         return np.concatenate(rows), np.concatenate([[0], np.cumsum([len(x) for x in rows])]).astype(np.int32)
 
     def to(self, gpu, dtype):
@@ -63,7 +81,16 @@ def test_prefill_against_numpy(shape):
     case = Paged([7, 1, 64, 300, 520, 257], *shape)
     rows, borders = case.rows([0, 0, 60, 250, 0, 256])
     qkv = np.concatenate([case.qkv[rows], normal(5, case.qkv.shape[1])])  # and five rows that belong to nobody
-    check_kernel("paged_prefill_attention", qkv, case.k_cache, case.v_cache, case.tables, borders, np.array(case.lengths, np.int32), shape[0])
+    check_kernel(
+        "paged_prefill_attention",
+        qkv,
+        case.k_cache,
+        case.v_cache,
+        case.tables,
+        borders,
+        np.array(case.lengths, np.int32),
+        shape[0],
+    )
 
 
 @pytest.mark.parametrize("block_size", [16, 256, 12])
@@ -85,8 +112,16 @@ def test_decode_has_the_bits_of_training(gpu, shape, dtype):
     context = (np.arange(len(owner)) - case.cu_seqlens[owner] + 1).astype(np.int32)
 
     def decode(rows):
-        return gpu.to_numpy(gpu.paged_decode_attention(gpu.array(qkv[rows]), k_cache, v_cache, gpu.array(case.tables[owner[rows]]),
-                                                       gpu.array(context[rows]), shape[0]))
+        return gpu.to_numpy(
+            gpu.paged_decode_attention(
+                gpu.array(qkv[rows]),
+                k_cache,
+                v_cache,
+                gpu.array(case.tables[owner[rows]]),
+                gpu.array(context[rows]),
+                shape[0],
+            )
+        )
 
     assert different(decode(np.arange(len(owner))), expected) == 0
     for row in (0, 7, 8 + 63, len(owner) - 1, len(owner) - 700 + 256):
@@ -102,13 +137,27 @@ def test_prefill_has_the_bits_of_training(gpu, shape, dtype):
     tables, lengths = case.tables, np.array(case.lengths)
     for starts in ([0] * 6, [299, 3, 0, 256, 63, 256], [17, 7, 1, 511, 16, 100]):
         rows, borders = case.rows(starts)
-        got = gpu.paged_prefill_attention(gpu.array(qkv[rows]), k_cache, v_cache, gpu.array(tables), gpu.array(borders),
-                                          gpu.array(lengths.astype(np.int32)), shape[0])
+        got = gpu.paged_prefill_attention(
+            gpu.array(qkv[rows]),
+            k_cache,
+            v_cache,
+            gpu.array(tables),
+            gpu.array(borders),
+            gpu.array(lengths.astype(np.int32)),
+            shape[0],
+        )
         assert different(gpu.to_numpy(got), expected[rows]) == 0
     for start, stop in ((0, 100), (100, 101), (101, 613), (613, 700)):  # the fourth sequence in chunks
         rows = case.cu_seqlens[3] + np.arange(start, stop)
-        got = gpu.paged_prefill_attention(gpu.array(qkv[rows]), k_cache, v_cache, gpu.array(tables[3:4]), gpu.array(np.array([0, stop - start], np.int32)),
-                                          gpu.array(np.array([stop], np.int32)), shape[0])
+        got = gpu.paged_prefill_attention(
+            gpu.array(qkv[rows]),
+            k_cache,
+            v_cache,
+            gpu.array(tables[3:4]),
+            gpu.array(np.array([0, stop - start], np.int32)),
+            gpu.array(np.array([stop], np.int32)),
+            shape[0],
+        )
         assert different(gpu.to_numpy(got), expected[rows]) == 0
 
 
@@ -119,7 +168,10 @@ def test_store_and_copy(gpu, dim, tokens, dtype):
     dtype = gpu.dtype_of(dtype)
     qkv, slots = normal(tokens, (4 + 2 * 2) * dim).astype(dtype), rng.permutation(40 * 16)[:tokens].astype(np.int64)
     slots[::5] = -1
-    caches = [(normal(40, 16, 2, dim, seed=2 * i).astype(dtype), normal(40, 16, 2, dim, seed=2 * i + 1).astype(dtype)) for i in range(2)]
+    caches = [
+        (normal(40, 16, 2, dim, seed=2 * i).astype(dtype), normal(40, 16, 2, dim, seed=2 * i + 1).astype(dtype))
+        for i in range(2)
+    ]
     on_gpu = [tuple(map(gpu.array, pair)) for pair in caches]
     reference.store_kv(*caches[0], qkv, slots, 4, 2)
     gpu.store_kv(*on_gpu[0], gpu.array(qkv), gpu.array(slots), 4, 2)
@@ -137,10 +189,16 @@ def test_empty_batches_and_ghosts(gpu, dtype):
     case = Paged([5], 4, 2, 64)
     qkv, k_cache, v_cache, _ = case.to(gpu, dtype)
     qkv, tables, none = gpu.array(qkv), case.tables, np.zeros(0, np.int32)
-    assert gpu.paged_decode_attention(qkv[:0], k_cache, v_cache, gpu.array(tables[:0]), gpu.array(none), 4).shape == (0, 256)
-    assert gpu.paged_prefill_attention(qkv[:0], k_cache, v_cache, gpu.array(tables[:0]), gpu.array(np.zeros(1, np.int32)),
-                                       gpu.array(none), 4).shape == (0, 256)
-    ghosts = gpu.paged_decode_attention(qkv, k_cache, v_cache, gpu.array(np.full((5, 3), -1, np.int32)), gpu.array(np.zeros(5, np.int32)), 4)
+    assert gpu.paged_decode_attention(qkv[:0], k_cache, v_cache, gpu.array(tables[:0]), gpu.array(none), 4).shape == (
+        0,
+        256,
+    )
+    assert gpu.paged_prefill_attention(
+        qkv[:0], k_cache, v_cache, gpu.array(tables[:0]), gpu.array(np.zeros(1, np.int32)), gpu.array(none), 4
+    ).shape == (0, 256)
+    ghosts = gpu.paged_decode_attention(
+        qkv, k_cache, v_cache, gpu.array(np.full((5, 3), -1, np.int32)), gpu.array(np.zeros(5, np.int32)), 4
+    )
     assert not gpu.to_numpy(ghosts).any()
     gpu.store_kv(k_cache, v_cache, qkv[:0], gpu.array(np.zeros(0, np.int64)), 4, 2)
 
@@ -152,11 +210,17 @@ def test_decode_in_a_graph(gpu, dtype):
 
     case = Paged([300, 520, 40], 4, 2, 64)
     qkv, k_cache, v_cache, expected = case.to(gpu, dtype)
-    queries, context, tables = gpu.zeros((3, qkv.shape[1]), qkv.dtype), gpu.array(np.array([1, 0, 1], np.int32)), gpu.array(case.tables)
+    queries, context, tables = (
+        gpu.zeros((3, qkv.shape[1]), qkv.dtype),
+        gpu.array(np.array([1, 0, 1], np.int32)),
+        gpu.array(case.tables),
+    )
     stream = cp.cuda.Stream(non_blocking=True)
     gpu.synchronize()
     with stream:
-        gpu.paged_decode_attention(queries, k_cache, v_cache, tables, context, 4)  # its memory stays in the pool for the capture
+        gpu.paged_decode_attention(
+            queries, k_cache, v_cache, tables, context, 4
+        )  # its memory stays in the pool for the capture
         stream.synchronize()
         stream.begin_capture()
         out = gpu.paged_decode_attention(queries, k_cache, v_cache, tables, context, 4)

@@ -16,32 +16,60 @@ CASES = json.loads(str(GOLDEN["grpo/cases"]))
 
 
 def check_policy_loss(*args):
-    """new, old, ref, advantages, weights, cu_seqlens, kind, eps_low, eps_high, delta, beta, bias_kl; float arrays become float32."""
-    check_kernel("policy_loss_forward", *(x.astype(np.float32) if isinstance(x, np.ndarray) and x.dtype.kind == "f" else x for x in args),
-                 dtypes=("float32",))
+    """new, old, ref, advantages, weights, cu_seqlens, kind, eps_low, eps_high, delta, beta, bias_kl; float arrays
+    become float32.
+    """
+    check_kernel(
+        "policy_loss_forward",
+        *(x.astype(np.float32) if isinstance(x, np.ndarray) and x.dtype.kind == "f" else x for x in args),
+        dtypes=("float32",),
+    )
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_golden(name):
     case = CASES[name]
     mask = GOLDEN[f"grpo/mask_{case['mask']}"]
-    per_row = token_weights(case["loss_type"], mask.sum(1), int(GOLDEN["grpo/max_completion_length"]),
-                            float(GOLDEN[f"grpo/num_items_{case['mask']}"]))
+    per_row = token_weights(
+        case["loss_type"],
+        mask.sum(1),
+        int(GOLDEN["grpo/max_completion_length"]),
+        float(GOLDEN[f"grpo/num_items_{case['mask']}"]),
+    )
     advantages = np.broadcast_to(GOLDEN["grpo/advantages"][:, None], mask.shape)
-    arrays = [GOLDEN["grpo/new_logps"], GOLDEN["grpo/old_logps"], GOLDEN["grpo/ref_logps"], advantages, per_row[:, None] * mask]
+    arrays = [
+        GOLDEN["grpo/new_logps"],
+        GOLDEN["grpo/old_logps"],
+        GOLDEN["grpo/ref_logps"],
+        advantages,
+        per_row[:, None] * mask,
+    ]
     new, old, ref, advantages, weights = (x.astype(np.float32).reshape(-1) for x in arrays)
     cu_seqlens = np.arange(0, mask.size + 1, mask.shape[1], dtype=np.int32) if case["level"] == "sequence" else None
-    settings = (POLICY_KINDS[case["loss_type"]], case["eps_low"], case["eps_high"], case["delta"], case["beta"], case["bias_kl"])
+    settings = (
+        POLICY_KINDS[case["loss_type"]],
+        case["eps_low"],
+        case["eps_high"],
+        case["delta"],
+        case["beta"],
+        case["bias_kl"],
+    )
     check_policy_loss(new, old, ref if case["beta"] else None, advantages, weights, cu_seqlens, *settings)
     cuda = backend_for("cuda")
     given = [cuda.array(x) for x in (new, old, ref, advantages, weights)]
-    loss, dlogps, _ = cuda.policy_loss_forward(*given, None if cu_seqlens is None else cuda.array(cu_seqlens), *settings)
+    loss, dlogps, _ = cuda.policy_loss_forward(
+        *given, None if cu_seqlens is None else cuda.array(cu_seqlens), *settings
+    )
     np.testing.assert_allclose(cuda.to_numpy(loss), GOLDEN[f"grpo/{name}/loss"], rtol=0, atol=1e-7)
-    np.testing.assert_allclose(cuda.to_numpy(dlogps).reshape(mask.shape), GOLDEN[f"grpo/{name}/grad"], rtol=0, atol=1e-7)
+    np.testing.assert_allclose(
+        cuda.to_numpy(dlogps).reshape(mask.shape), GOLDEN[f"grpo/{name}/grad"], rtol=0, atol=1e-7
+    )
 
 
 @pytest.mark.parametrize("count", [0, 1, 211, 1024, 5003])
-@pytest.mark.parametrize("kind, delta, beta, bias_kl", [("clip", None, 0.0, False), ("clip", 1.5, 0.1, True), ("cispo", None, 0.05, False)])
+@pytest.mark.parametrize(
+    "kind, delta, beta, bias_kl", [("clip", None, 0.0, False), ("clip", 1.5, 0.1, True), ("cispo", None, 0.05, False)]
+)
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_sizes(level, kind, delta, beta, bias_kl, count):
     rng = np.random.default_rng(count)
@@ -50,7 +78,9 @@ def test_sizes(level, kind, delta, beta, bias_kl, count):
     cuts = np.sort(rng.integers(0, count + 1, 5))
     cu_seqlens = np.array([0, *cuts, count], np.int32) if level == "sequence" else None
     eps_high = 1.3 if kind == "cispo" else 0.28
-    check_policy_loss(new, old, ref if beta else None, advantages, weights, cu_seqlens, kind, 0.2, eps_high, delta, beta, bias_kl)
+    check_policy_loss(
+        new, old, ref if beta else None, advantages, weights, cu_seqlens, kind, 0.2, eps_high, delta, beta, bias_kl
+    )
 
 
 def test_masked_tokens_may_hold_anything():

@@ -8,8 +8,18 @@ from cukit.backend import backend_for
 
 pytestmark = pytest.mark.gpu
 # T, H, K, D: every variant's edges, halves that are no multiple of a vector, an empty batch
-SIZES = [(1, 1, 1, 2), (7, 7, 1, 6), (3, 4, 2, 64), (0, 2, 1, 64), (5, 3, 1, 66), (3, 2, 2, 80), (997, 16, 8, 128), (2, 2, 1, 194),
-         (29, 4, 1, 256), (60, 14, 2, 64)]
+SIZES = [
+    (1, 1, 1, 2),
+    (7, 7, 1, 6),
+    (3, 4, 2, 64),
+    (0, 2, 1, 64),
+    (5, 3, 1, 66),
+    (3, 2, 2, 80),
+    (997, 16, 8, 128),
+    (2, 2, 1, 194),
+    (29, 4, 1, 256),
+    (60, 14, 2, 64),
+]
 
 
 def inputs(tokens, heads, kv_heads, head_dim, seed=0):
@@ -31,7 +41,7 @@ def test_forward(tokens, heads, kv_heads, head_dim):
 @pytest.mark.parametrize("tokens, heads, kv_heads, head_dim", SIZES)
 def test_backward(tokens, heads, kv_heads, head_dim):
     qkv, q_weight, k_weight, *angles = inputs(tokens, heads, kv_heads, head_dim)
-    turned = qkv.reshape(tokens, heads + 2 * kv_heads, head_dim)[:, :heads + kv_heads]
+    turned = qkv.reshape(tokens, heads + 2 * kv_heads, head_dim)[:, : heads + kv_heads]
     rstd = (1 / np.sqrt(np.square(turned).mean(-1, keepdims=True) + 1e-6)).astype(np.float32)
     dout, rest = normal(*qkv.shape, seed=6), (*angles, heads, kv_heads)
     sums = Sum(statistics(head_dim, seed=7)), Sum(statistics(head_dim, seed=8))
@@ -50,13 +60,23 @@ def test_a_token_alone_has_the_bits_of_the_token_in_a_batch(dtype, heads, kv_hea
     out, rstd = be.qk_norm_rope_forward(qkv, q_weight, k_weight, cos, sin, positions, heads, kv_heads, 1e-6)
     for token in (0, 1, 100, 200):
         part = slice(token, token + 1)
-        alone, rstd_alone = be.qk_norm_rope_forward(qkv[part].copy(), q_weight, k_weight, cos, sin, positions[part].copy(), heads, kv_heads, 1e-6)
-        assert np.array_equal(be.to_numpy(alone), be.to_numpy(out)[part]) and np.array_equal(be.to_numpy(rstd_alone), be.to_numpy(rstd)[part])
+        alone, rstd_alone = be.qk_norm_rope_forward(
+            qkv[part].copy(), q_weight, k_weight, cos, sin, positions[part].copy(), heads, kv_heads, 1e-6
+        )
+        assert np.array_equal(be.to_numpy(alone), be.to_numpy(out)[part]) and np.array_equal(
+            be.to_numpy(rstd_alone), be.to_numpy(rstd)[part]
+        )
 
 
 def test_wrong_inputs_are_refused():
     be = backend_for("cuda")
     cos, positions = be.zeros((9, 32), "float32"), be.zeros((3,), "int32")
-    for columns, tokens, words in ((4 * 65, 3, "even and at most 256, got 65"), (4 * 64, 2, "3 positions"), (4 * 62, 3, "do not fit")):
+    for columns, tokens, words in (
+        (4 * 65, 3, "even and at most 256, got 65"),
+        (4 * 64, 2, "3 positions"),
+        (4 * 62, 3, "do not fit"),
+    ):
         with pytest.raises(ValueError, match=words):
-            be.qk_norm_rope_forward(be.zeros((tokens, columns), "bfloat16"), None, None, cos, cos, positions, 2, 1, 1e-6)
+            be.qk_norm_rope_forward(
+                be.zeros((tokens, columns), "bfloat16"), None, None, cos, cos, positions, 2, 1, 1e-6
+            )

@@ -1,4 +1,6 @@
-"""The sampler on the GPU: filters against transformers' golden numbers, draws against the NumPy shelf, log-probs against the loss."""
+"""The sampler on the GPU: filters against transformers' golden numbers, draws against the NumPy shelf, log-probs
+against the loss.
+"""
 
 import json
 from pathlib import Path
@@ -19,8 +21,14 @@ NEAR = 1e-5  # scores this close may be ordered differently by float32 functions
 def settings(rows, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seeds=None, positions=None):
     """The arrays of sample() on the host, scalars repeated for every row."""
     seeds = np.arange(rows) + (1 << 40) if seeds is None else seeds
-    given = ((temperature, np.float32), (top_k, np.int32), (top_p, np.float32), (min_p, np.float32), (seeds, np.uint64),
-             (np.arange(rows) * 7 if positions is None else positions, np.int64))
+    given = (
+        (temperature, np.float32),
+        (top_k, np.int32),
+        (top_p, np.float32),
+        (min_p, np.float32),
+        (seeds, np.uint64),
+        (np.arange(rows) * 7 if positions is None else positions, np.int64),
+    )
     return [np.ascontiguousarray(np.broadcast_to(np.asarray(value, dtype), (rows,))) for value, dtype in given]
 
 
@@ -33,7 +41,9 @@ def draw(logits, given, vocab_size=None, device="cuda", **rest):
 
 
 def assert_same_draws(logits, given, **rest):
-    """The kernel's tokens are NumPy's in float32, except where the two best scores of the row lie within NEAR of each other in float64."""
+    """The kernel's tokens are NumPy's in float32, except where the two best scores of the row lie within NEAR of each
+    other in float64.
+    """
     tokens, logprobs = draw(logits, given, **rest)
     expected, expected_logprobs = draw(logits, given, device="cpu", **rest)
     assert tokens.dtype == np.int32 and logprobs.dtype == np.float32
@@ -42,12 +52,18 @@ def assert_same_draws(logits, given, **rest):
     temperature, top_k, top_p, min_p, seeds, positions = given
     for row in np.flatnonzero(~same):
         assert temperature[row] > 0, f"greedy row {row}: {tokens[row]}, NumPy {expected[row]}"
-        scaled = logits[row:row + 1].astype(np.float64) / temperature[row]
-        words = _philox_words(seeds[row:row + 1], positions[row:row + 1], scaled.shape[1])[0].astype(np.float64)
-        scores = numpy_filter(scaled, top_k[row], top_p[row], min_p[row])[0] - np.log(-np.log1p(-(words + 0.5) * 2.0**-32))
+        scaled = logits[row : row + 1].astype(np.float64) / temperature[row]
+        words = _philox_words(seeds[row : row + 1], positions[row : row + 1], scaled.shape[1])[0].astype(np.float64)
+        scores = numpy_filter(scaled, top_k[row], top_p[row], min_p[row])[0] - np.log(
+            -np.log1p(-(words + 0.5) * 2.0**-32)
+        )
         gap = scores.max() - scores[tokens[row]]
-        assert gap < NEAR * max(1.0, abs(scores.max())), f"row {row}: {tokens[row]}, NumPy {expected[row]}, {gap:.2e} below the best score"
-    assert np.count_nonzero(~same) <= max(2, len(tokens) // 500), f"{np.count_nonzero(~same)} of {len(tokens)} draws differ"
+        assert gap < NEAR * max(1.0, abs(scores.max())), (
+            f"row {row}: {tokens[row]}, NumPy {expected[row]}, {gap:.2e} below the best score"
+        )
+    assert np.count_nonzero(~same) <= max(2, len(tokens) // 500), (
+        f"{np.count_nonzero(~same)} of {len(tokens)} draws differ"
+    )
     again = draw(logits, given, **rest)
     assert again[0].tobytes() == tokens.tobytes() and again[1].tobytes() == logprobs.tobytes()
     return tokens, logprobs
@@ -57,7 +73,9 @@ def test_filters_equal_transformers():
     cuda, golden = backend_for("cuda"), np.load(GOLDEN, allow_pickle=False)
     for index, setting in enumerate(json.loads(str(golden["settings"]))):
         scaled = (golden["logits"] / setting.get("temperature", 1.0)).astype(np.float32)
-        kept = cuda.filter_logits(cuda.array(scaled), setting.get("top_k", 0), setting.get("top_p", 1.0), setting.get("min_p", 0.0))
+        kept = cuda.filter_logits(
+            cuda.array(scaled), setting.get("top_k", 0), setting.get("top_p", 1.0), setting.get("min_p", 0.0)
+        )
         kept = cuda.to_numpy(kept)
         np.testing.assert_array_equal(np.isfinite(kept), golden["kept"][index], err_msg=str(setting))
         np.testing.assert_array_equal(kept[np.isfinite(kept)], scaled[golden["kept"][index]])
@@ -97,8 +115,14 @@ def test_filtered_draws_equal_numpys(dtype):
     rng = np.random.default_rng(5)
     logits = normal(300, 2000, scale=3.0).astype(backend_for("cpu").dtype_of(dtype))
     logits[::3] = (logits[::3].astype(np.float32) * 0.02).astype(logits.dtype)
-    given = settings(300, temperature=rng.choice([0.0, 0.6, 1.0, 1.5], 300), top_k=rng.choice([0, 1, 20, 1500], 300),
-                     top_p=rng.choice([1.0, 0.95, 0.3], 300), min_p=rng.choice([0.0, 0.02], 300), seeds=rng.integers(0, 2**63, 300))
+    given = settings(
+        300,
+        temperature=rng.choice([0.0, 0.6, 1.0, 1.5], 300),
+        top_k=rng.choice([0, 1, 20, 1500], 300),
+        top_p=rng.choice([1.0, 0.95, 0.3], 300),
+        min_p=rng.choice([0.0, 0.02], 300),
+        seeds=rng.integers(0, 2**63, 300),
+    )
     assert_same_draws(logits, given)
 
 
@@ -106,8 +130,13 @@ def test_a_full_vocabulary():
     rng = np.random.default_rng(6)
     logits = normal(24, 151_936, scale=2.5).astype(backend_for("cpu").dtype_of("bfloat16"))
     logits[12:] = (logits[12:].astype(np.float32) * 0.1).astype(logits.dtype)  # nuclei of tens of thousands
-    given = settings(24, temperature=rng.choice([0.0, 0.6, 1.0], 24), top_k=rng.choice([0, 0, 50, 5000], 24),
-                     top_p=rng.choice([1.0, 0.95], 24), min_p=rng.choice([0.0, 0.01], 24))
+    given = settings(
+        24,
+        temperature=rng.choice([0.0, 0.6, 1.0], 24),
+        top_k=rng.choice([0, 0, 50, 5000], 24),
+        top_p=rng.choice([1.0, 0.95], 24),
+        min_p=rng.choice([0.0, 0.01], 24),
+    )
     tokens, _ = assert_same_draws(logits, given)
     limited, _ = draw(logits, given, vocab_size=151_665)
     assert limited.max() < 151_665 and tokens.max() < 151_936
@@ -140,7 +169,7 @@ def test_same_draw_whatever_the_batch(width, dtype):
     np.testing.assert_array_equal(shuffled, tokens[order])
     np.testing.assert_array_equal(their_logprobs, logprobs[order])
     for row in range(33):
-        alone, logprob = draw(logits[row:row + 1], [x[row:row + 1] for x in given])
+        alone, logprob = draw(logits[row : row + 1], [x[row : row + 1] for x in given])
         assert alone[0] == tokens[row] and logprob[0] == logprobs[row]
 
 
@@ -162,7 +191,9 @@ def test_penalty_and_bans_equal_numpys(temperature):
 
 
 def test_edges():
-    """Ties go to the lowest id, greedy ignores filters, a row of which nothing is left gives id 0, an empty batch is empty."""
+    """Ties go to the lowest id, greedy ignores filters, a row of which nothing is left gives id 0, an empty batch is
+    empty.
+    """
     logits = np.array([[1.0, 3.0, 3.0, 0.0]], np.float32)
     assert draw(logits, settings(1, temperature=0.0, top_k=1, top_p=0.1))[0][0] == 1
     everything = np.arange(4, dtype=np.int32)[None]
@@ -181,10 +212,14 @@ def test_draws_follow_the_distribution():
     logits = np.repeat(normal(1, 11, scale=2.0), 40_000, axis=0).astype(np.float32)
     kept = numpy_filter(logits[:1].astype(np.float64) / 0.8, 8, 0.95, 0.0)[0]
     expected = np.exp(kept - kept.max()) / np.exp(kept - kept.max()).sum()
-    tokens, _ = draw(logits, settings(40_000, temperature=0.8, top_k=8, top_p=0.95, seeds=3, positions=np.arange(40_000)))
+    tokens, _ = draw(
+        logits, settings(40_000, temperature=0.8, top_k=8, top_p=0.95, seeds=3, positions=np.arange(40_000))
+    )
     counts, live = np.bincount(tokens, minlength=11), expected > 0
     assert not counts[~live].any()
-    assert (((counts - 40_000 * expected) ** 2)[live] / (40_000 * expected[live])).sum() < 30  # 7 degrees of freedom: chance 1e-4
+    assert (
+        ((counts - 40_000 * expected) ** 2)[live] / (40_000 * expected[live])
+    ).sum() < 30  # 7 degrees of freedom: chance 1e-4
 
 
 @pytest.mark.slow

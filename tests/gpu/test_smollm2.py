@@ -1,4 +1,6 @@
-"""A real model in bfloat16. Build it with the golden values' make_smollm2.py, then: CUKIT_SMOLLM2=folder pytest -m gpu tests/gpu/test_smollm2.py -s"""
+"""A real model in bfloat16. Build it with the golden values' make_smollm2.py, then: CUKIT_SMOLLM2=folder pytest -m gpu
+tests/gpu/test_smollm2.py -s
+"""
 
 import json
 import os
@@ -26,14 +28,18 @@ def test_greedy_ids_are_golden_where_the_margin_is_clear(folder):
         ids, start = chat["prompt_ids"] + chat["new_ids"], len(chat["prompt_ids"])
         with no_grad():
             tokens, positions, attend = pack(model, [ids])
-            logits = model.backend.to_numpy(model.logits(model.forward(tokens, positions, attend)).data)[:len(ids)].astype(np.float32)
+            logits = model.backend.to_numpy(model.logits(model.forward(tokens, positions, attend)).data)[
+                : len(ids)
+            ].astype(np.float32)
         clear = np.array(chat["margins"]) > 0.1
-        choice = logits[start - 1:-1].argmax(axis=1)
+        choice = logits[start - 1 : -1].argmax(axis=1)
         compared, equal = compared + clear.sum(), equal + (choice == chat["new_ids"])[clear].sum()
     print(f"{equal} of {compared} greedy tokens with a margin above 0.1 are golden")
     assert equal == compared > 60
     llm = LLM.from_model(model, Tokenizer.from_folder(folder), max_model_len=512)
-    for chat, output in zip(CHATS, llm.generate([c["prompt_ids"] for c in CHATS], SamplingParams(temperature=0, max_tokens=40))):
+    for chat, output in zip(
+        CHATS, llm.generate([c["prompt_ids"] for c in CHATS], SamplingParams(temperature=0, max_tokens=40))
+    ):
         got = output.outputs[0].token_ids
         differs = [i for i, (a, b) in enumerate(zip(got, chat["new_ids"])) if a != b]
         print(repr(output.outputs[0].text[:70]))

@@ -1,4 +1,6 @@
-"""The decoder against transformers: logits, log-probabilities, loss, every gradient, three AdamW steps, on three tiny models."""
+"""The decoder against transformers: logits, log-probabilities, loss, every gradient, three AdamW steps, on three tiny
+models.
+"""
 
 from pathlib import Path
 
@@ -73,8 +75,14 @@ def hf_gradients(model):
 @pytest.mark.parametrize("kind, max_norm", [("adamw", 1.0), ("adamw_unclipped", 0.0)])
 def test_three_adamw_steps(name, kind, max_norm):
     model, truth, rows = load(name)
-    optimizer = AdamW(model.parameters(), betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, max_grad_norm=max_norm,
-                      decay=lambda parameter: True)
+    optimizer = AdamW(
+        model.parameters(),
+        betas=(0.9, 0.95),
+        eps=1e-8,
+        weight_decay=0.1,
+        max_grad_norm=max_norm,
+        decay=lambda parameter: True,
+    )
     for step in range(3):
         loss = loss_of(model, rows)
         loss.backward()
@@ -84,6 +92,8 @@ def test_three_adamw_steps(name, kind, max_norm):
         np.testing.assert_allclose(grad_norm, truth[f"{kind}/grad_norms"][step], rtol=1e-5)
     if kind == "adamw":
         np.testing.assert_allclose(loss_of(model, rows).item(), truth["adamw/loss_after"], rtol=3e-6)
-    differences = np.concatenate([np.abs(value - truth[f"{kind}/param/{key}"]).ravel() for key, value in model.hf_tensors().items()])
+    differences = np.concatenate(
+        [np.abs(value - truth[f"{kind}/param/{key}"]).ravel() for key, value in model.hf_tensors().items()]
+    )
     # Adam divides by the gradient's size: where that is nearly 0, rounding decides (see README of the golden values)
     assert np.quantile(differences, 0.995) < 1e-6 and differences.max() < 1e-3

@@ -49,8 +49,11 @@ def test_round_trip_keeps_names_values_and_logprobs(name, dtype, tmp_path):
 
 @pytest.mark.parametrize("name", ["qwen3_tiny", "qwen2_tiny", "llama_tiny", "llama3_rope_tiny"])
 def test_both_styles_of_config_mean_the_same_model(name):
-    hub, transformers5 = (json.loads((GOLDEN / name / file).read_text()) for file in ("config.json", "config_transformers5.json"))
+    hub, transformers5 = (
+        json.loads((GOLDEN / name / file).read_text()) for file in ("config.json", "config_transformers5.json")
+    )
     from cukit.config import ModelConfig
+
     assert ModelConfig.from_json(hub) == ModelConfig.from_json(transformers5)
 
 
@@ -71,8 +74,11 @@ def test_every_wrong_key_is_named_in_one_error(copy):
     rewrite(change)
     with pytest.raises(ValueError) as error:
         load_model(folder)
-    for part in ("missing: model.layers.1.mlp.up_proj.weight", "unexpected: model.layers.0.mlp.extra.weight",
-                 "model.norm.weight has shape [7], config.json says [48]"):
+    for part in (
+        "missing: model.layers.1.mlp.up_proj.weight",
+        "unexpected: model.layers.0.mlp.extra.weight",
+        "model.norm.weight has shape [7], config.json says [48]",
+    ):
         assert part in str(error.value)
     assert "\n" not in str(error.value)
 
@@ -80,8 +86,14 @@ def test_every_wrong_key_is_named_in_one_error(copy):
 def test_stored_tied_head_must_equal_the_embedding(copy):
     folder, rewrite = copy
     before = load_model(folder)
-    rewrite(lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].copy(),
-                                "model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(8, np.float32)}))
+    rewrite(
+        lambda t: t.update(
+            {
+                "lm_head.weight": t["model.embed_tokens.weight"].copy(),
+                "model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(8, np.float32),
+            }
+        )
+    )
     model = load_model(folder)
     np.testing.assert_array_equal(model.lm_head.weight.data, before.lm_head.weight.data)
     assert model.lm_head.weight is model.embed_tokens.weight
@@ -133,4 +145,4 @@ def test_random_weights_are_those_of_the_seed():
     model.init_weights(3)
     for key, value in model.hf_tensors().items():
         np.testing.assert_array_equal(value, first[key])
-    assert abs(first["model.layers.0.mlp.gate_proj.weight"].std() * 48 ** 0.5 - 1) < 0.05
+    assert abs(first["model.layers.0.mlp.gate_proj.weight"].std() * 48**0.5 - 1) < 0.05

@@ -1,4 +1,4 @@
-"""Every differentiable op against finite differences in float64, at odd sizes. Run: pytest tests/ops/test_gradients.py"""
+"""Every differentiable op against finite differences in float64, odd sizes. Run: pytest tests/ops/test_gradients.py"""
 
 import numpy as np
 import pytest
@@ -26,7 +26,12 @@ def test_embedding(ids):
 @pytest.mark.parametrize("rows, columns", [(1, 8), (3, 13), (7, 1)])
 def test_norms(rows, columns):
     check_gradient(lambda x, w: ops.rms_norm(x, w, 1e-5), normal(rows, columns), normal(columns))
-    check_gradient(lambda x, r, w: ops.add_rms_norm(x, r, w, 1e-5), normal(rows, columns), normal(rows, columns, seed=1), normal(columns))
+    check_gradient(
+        lambda x, r, w: ops.add_rms_norm(x, r, w, 1e-5),
+        normal(rows, columns),
+        normal(rows, columns, seed=1),
+        normal(columns),
+    )
 
 
 @pytest.mark.parametrize("heads, kv_heads, dim", [(1, 1, 2), (4, 2, 6), (7, 1, 12)])
@@ -65,8 +70,11 @@ def test_logprobs_and_entropy(temperature, vocab_size):
     targets = ints(0, 8, 3, 3)
     check_gradient(lambda x: ops.token_logprobs(x, targets, temperature, vocab_size), normal(4, 11, scale=2))
     for chunk in (1, 3, 100):
-        check_gradient(lambda h, w: ops.lm_head_logprobs(h, w, targets, temperature, vocab_size, chunk),
-                       normal(4, 5), normal(11, 5, seed=1))
+        check_gradient(
+            lambda h, w: ops.lm_head_logprobs(h, w, targets, temperature, vocab_size, chunk),
+            normal(4, 5),
+            normal(11, 5, seed=1),
+        )
 
 
 def test_elementwise():
@@ -124,9 +132,14 @@ def test_dtypes_are_kept_and_half_types_stay_near_float64(dtype):
     be = backend_for("cpu")
     half = be.dtype_of(dtype)
     x, w = normal(6, 16).astype(half), (1 + 0.1 * statistics(16)).astype(be.accumulator(half))
-    for got, true in ((be.rms_norm_forward(x, w, 1e-6)[0], be.rms_norm_forward(x.astype(float), w.astype(float), 1e-6)[0]),
-                      (be.silu_mul_forward(x), be.silu_mul_forward(x.astype(float))),
-                      (be.attention_forward(x, np.array([0, 6]), 2, 1)[0], be.attention_forward(x.astype(float), np.array([0, 6]), 2, 1)[0]),
-                      (be.linear_forward(x, x), be.linear_forward(x.astype(float), x.astype(float)))):
+    for got, true in (
+        (be.rms_norm_forward(x, w, 1e-6)[0], be.rms_norm_forward(x.astype(float), w.astype(float), 1e-6)[0]),
+        (be.silu_mul_forward(x), be.silu_mul_forward(x.astype(float))),
+        (
+            be.attention_forward(x, np.array([0, 6]), 2, 1)[0],
+            be.attention_forward(x.astype(float), np.array([0, 6]), 2, 1)[0],
+        ),
+        (be.linear_forward(x, x), be.linear_forward(x.astype(float), x.astype(float))),
+    ):
         assert got.dtype == half
         np.testing.assert_allclose(got.astype(float), true, atol={"bfloat16": 0.1, "float16": 0.02}.get(dtype, 1e-5))

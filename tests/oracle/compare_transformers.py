@@ -1,7 +1,7 @@
 """Forward and backward of a model in its exact shape against transformers in bfloat16, both judged by a float32 run.
 
-Needs a GPU, torch and transformers (only here, as an oracle):   python tests/oracle/compare_transformers.py [--layers 28]
-Prints, for logits, log-probabilities, loss and each kind of gradient, rms error (ours) / rms error (transformers).
+Needs a GPU, torch and transformers (only here, as an oracle):   python tests/oracle/compare_transformers.py [--layers
+28] Prints, for logits, log-probabilities, loss and each kind of gradient, rms error (ours) / rms error (transformers).
 """
 
 import argparse
@@ -22,9 +22,23 @@ from cukit.config import ModelConfig  # noqa: E402
 from cukit.models.decoder import Decoder  # noqa: E402
 from cukit.models.scoring import pack, target_logprobs  # noqa: E402
 
-QWEN3_06B = dict(architectures=["Qwen3ForCausalLM"], model_type="qwen3", vocab_size=151936, hidden_size=1024, intermediate_size=3072,
-                 num_hidden_layers=28, num_attention_heads=16, num_key_value_heads=8, head_dim=128, max_position_embeddings=40960,
-                 rms_norm_eps=1e-6, rope_theta=1000000.0, tie_word_embeddings=True, hidden_act="silu", attention_bias=False)
+QWEN3_06B = dict(
+    architectures=["Qwen3ForCausalLM"],
+    model_type="qwen3",
+    vocab_size=151936,
+    hidden_size=1024,
+    intermediate_size=3072,
+    num_hidden_layers=28,
+    num_attention_heads=16,
+    num_key_value_heads=8,
+    head_dim=128,
+    max_position_embeddings=40960,
+    rms_norm_eps=1e-6,
+    rope_theta=1000000.0,
+    tie_word_embeddings=True,
+    hidden_act="silu",
+    attention_bias=False,
+)
 
 
 def random_state(shapes, seed):
@@ -49,7 +63,11 @@ def run_torch(state, config, dtype, rows):
     loss = -logprobs.mean()
     loss.backward()
     grads = {name: p.grad.float().cpu().numpy() for name, p in model.named_parameters()}
-    result = {"logits": logits[0].detach().float().cpu().numpy(), "logprobs": logprobs.detach().cpu().numpy().ravel(), "loss": loss.item()}
+    result = {
+        "logits": logits[0].detach().float().cpu().numpy(),
+        "logprobs": logprobs.detach().cpu().numpy().ravel(),
+        "loss": loss.item(),
+    }
     del model, logits
     torch.cuda.empty_cache()
     return result, grads
@@ -62,7 +80,9 @@ def run_cukit(state, raw, rows):
     lists = [list(map(int, row)) for row in rows]
     with no_grad():
         tokens, positions, attend = pack(model, lists[:1])
-        logits = cupy.asnumpy(model.logits(model.forward(tokens, positions, attend)).data[:len(lists[0])].astype(cupy.float32))
+        logits = cupy.asnumpy(
+            model.logits(model.forward(tokens, positions, attend)).data[: len(lists[0])].astype(cupy.float32)
+        )
     logprobs, _ = target_logprobs(model, lists, [np.arange(len(r)) > 0 for r in lists])
     loss = logprobs.sum() * (-1.0 / logprobs.shape[0])
     loss.backward()
@@ -83,10 +103,18 @@ def main():
     parser.add_argument("--length", type=int, default=512)
     args = parser.parse_args()
     raw = dict(QWEN3_06B, num_hidden_layers=args.layers)
-    config = Qwen3Config(**{k: v for k, v in raw.items() if k not in ("architectures", "rope_theta")},
-                         rope_parameters={"rope_type": "default", "rope_theta": raw["rope_theta"]})
-    shapes = {name: view.shape for name, view in Decoder(ModelConfig.from_json(dict(raw, max_position_embeddings=8)),
-                                                         backend_for("cuda"), "bfloat16").hf_tensors().items()}
+    config = Qwen3Config(
+        **{k: v for k, v in raw.items() if k not in ("architectures", "rope_theta")},
+        rope_parameters={"rope_type": "default", "rope_theta": raw["rope_theta"]},
+    )
+    shapes = {
+        name: view.shape
+        for name, view in Decoder(
+            ModelConfig.from_json(dict(raw, max_position_embeddings=8)), backend_for("cuda"), "bfloat16"
+        )
+        .hf_tensors()
+        .items()
+    }
     state = random_state(shapes, 0)
     rows = np.random.default_rng(1).integers(0, 151000, (args.rows, args.length))
     truth, true_grads = run_torch(state, config, torch.float32, rows)
@@ -95,7 +123,10 @@ def main():
 
     for key in ("logits", "logprobs"):
         print(f"{key:12s} ours {rms(ours[key] - truth[key]):.3e}  transformers {rms(theirs[key] - truth[key]):.3e}")
-    print(f"loss         truth {truth['loss']:.6f}  ours {ours['loss'] - truth['loss']:+.2e}  transformers {theirs['loss'] - truth['loss']:+.2e}")
+    print(
+        f"loss         truth {truth['loss']:.6f}  ours {ours['loss'] - truth['loss']:+.2e}  transformers "
+        f"{theirs['loss'] - truth['loss']:+.2e}"
+    )
     kinds = defaultdict(list)
     for name, true in true_grads.items():
         kind = ".".join(part for part in name.split(".") if not part.isdigit())
@@ -107,7 +138,9 @@ def main():
         single = max(r[1] / max(r[2], 1e-30) for r in rows_)
         worst[kind] = (mine / their, single)
         print(f"{kind:50s} {mine:10.3e} {their:10.3e} {mine / their:6.3f} {single:6.3f}")
-    print(json.dumps({"worst_kind": max(v[0] for v in worst.values()), "worst_single": max(v[1] for v in worst.values())}))
+    print(
+        json.dumps({"worst_kind": max(v[0] for v in worst.values()), "worst_single": max(v[1] for v in worst.values())})
+    )
 
 
 if __name__ == "__main__":

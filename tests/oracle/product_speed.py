@@ -1,6 +1,6 @@
 """The product in order (kernels/linear.cu) beside cuBLAS, launches one after the other. Needs a GPU.
 
-    python tests/oracle/product_speed.py
+python tests/oracle/product_speed.py
 """
 
 import sys
@@ -21,10 +21,15 @@ def main():
         for outs, ins in ((1024, 3072), (6144, 1024), (211, 48), (33, 24)):
             for rows in (1, 64, 256, 4096):
                 x, w = backend.zeros((rows, ins), dtype), backend.zeros((outs, ins), dtype)
-                cublas, ours = (time_calls(backend, [lambda product=product: product(x, w)], 0.02, 5).seconds
-                                for product in (cublas_product, in_order_product))
-                print(f"{dtype.name} ({outs}, {ins}), {rows} rows: cuBLAS {cublas * 1e6:.1f} us, in order {ours * 1e6:.1f} us "
-                      f"= {2 * rows * outs * ins / ours / 1e12:.1f} TFLOP/s")
+                cublas, ours = (
+                    time_calls(backend, [lambda product=product: product(x, w)], 0.02, 5).seconds
+                    for product in (cublas_product, in_order_product)
+                )
+                print(
+                    f"{dtype.name} ({outs}, {ins}), {rows} rows: cuBLAS {cublas * 1e6:.1f} us, in order "
+                    f"{ours * 1e6:.1f} us "
+                    f"= {2 * rows * outs * ins / ours / 1e12:.1f} TFLOP/s"
+                )
 
 
 if __name__ == "__main__":

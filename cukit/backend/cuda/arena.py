@@ -1,7 +1,9 @@
-"""Memory for steps that are captured as graphs: what a graph writes to must stay its own for as long as it may be replayed.
+"""Memory for steps that are captured as graphs: what a graph writes to must stay its own for as long as it may be
+replayed.
 
-CuPy's pools cannot promise that: short of memory they give free blocks back to the driver, and a block is free to them although a graph uses it
-at its next replay. A pool beside the default one would also fail while the default one holds all memory without using it.
+CuPy's pools cannot promise that: short of memory they give free blocks back to the driver, and a block is free to them
+although a graph uses it at its next replay. A pool beside the default one would also fail while the default one holds
+all memory without using it.
 """
 
 import bisect
@@ -13,9 +15,11 @@ SLAB_BYTES = 32 << 20
 
 
 class Arena:
-    """arena.malloc is an allocator for cp.cuda.using_allocator, over slabs of the default pool that are kept as long as the arena.
+    """arena.malloc is an allocator for cp.cuda.using_allocator, over slabs of the default pool that are kept as long as
+    the arena.
 
-    A request takes the smallest free range that is large enough, at its beginning; where there is none a slab is added, unless `frozen`.
+    A request takes the smallest free range that is large enough, at its beginning; where there is none a slab is added,
+    unless `frozen`.
     """
 
     def __init__(self, make_slab=None, device_id=None):
@@ -23,7 +27,8 @@ class Arena:
         self._device_id = cp.cuda.runtime.getDevice() if device_id is None else device_id
         self._slabs = {}  # address -> memory
         self._starts, self._sizes = [], {}  # addresses of the free ranges, ascending; address -> bytes
-        self.returned = []  # (address, bytes) of ranges whose last array went, at any moment: the garbage collector may run within malloc
+        # (address, bytes) of ranges whose last array went, at any moment: the garbage collector may run within malloc
+        self.returned = []
         self.frozen = False  # within a capture, where asking the driver for memory is not allowed
 
     @property
@@ -43,7 +48,9 @@ class Arena:
 
     def _add_slab(self, size):
         if self.frozen:
-            raise MemoryError(f"no free range of {size} bytes in the arena's {self.total_bytes}, and it may not grow within a capture")
+            raise MemoryError(
+                f"no free range of {size} bytes in the arena's {self.total_bytes}, and it may not grow within a capture"
+            )
         size = max(size, SLAB_BYTES)
         memory = self._make_slab(size)
         self._slabs[memory.ptr] = memory, size

@@ -15,7 +15,9 @@ MAX_HEAD_DIM = 256
 
 
 class _Geometry(NamedTuple):
-    """What a variant of the kernels fixes (attention_geometry in attention.cuh): tile height, threads a block, bytes of dynamic shared memory."""
+    """What a variant of the kernels fixes (attention_geometry in attention.cuh): tile height, threads a block, bytes of
+    dynamic shared memory.
+    """
 
     query_tile: int
     threads: int
@@ -33,43 +35,69 @@ def _kernels(family, dtype, head_dim) -> tuple[Module, _Geometry]:
 def _head_dim(qkv, num_heads, num_kv_heads) -> int:
     """D of qkv (T, (H + 2K)·D), checked."""
     if qkv.ndim != 2 or num_heads % num_kv_heads or qkv.shape[1] % (num_heads + 2 * num_kv_heads):
-        raise ValueError(f"attention: qkv of shape {qkv.shape} does not hold {num_heads} query and {num_kv_heads} key heads: "
-                         "it must be (T, (H + 2K)·D) with K dividing H")
+        raise ValueError(
+            f"attention: qkv of shape {qkv.shape} does not hold {num_heads} query and {num_kv_heads} key heads: "
+            "it must be (T, (H + 2K)·D) with K dividing H"
+        )
     head_dim = qkv.shape[1] // (num_heads + 2 * num_kv_heads)
     if head_dim % 4 or not 0 < head_dim <= MAX_HEAD_DIM:
-        raise ValueError(f"attention: head_dim {head_dim} is not supported on cuda: a multiple of 4 up to {MAX_HEAD_DIM}, or device cpu")
+        raise ValueError(
+            f"attention: head_dim {head_dim} is not supported on cuda: a multiple of 4 up to {MAX_HEAD_DIM}, or "
+            f"device cpu"
+        )
     return head_dim
 
 
 def _pieces(total_tokens, num_seqs, rows) -> int:
-    """How many piece numbers cover any packing of total_tokens tokens into num_seqs sequences (find_piece in attention.cuh)."""
+    """How many piece numbers cover any packing of total_tokens tokens into num_seqs sequences (find_piece in
+    attention.cuh).
+    """
     return total_tokens // rows + num_seqs + 1
 
 
 def attention_forward(qkv, cu_seqlens, num_heads, num_kv_heads):
-    """Returns o (T, H·D) and lse (T, H), the base-e log-sum-exp of the scaled scores. Rows from cu_seqlens[-1] on are 0."""
+    """Returns o (T, H·D) and lse (T, H), the base-e log-sum-exp of the scaled scores. Rows from cu_seqlens[-1] on are
+    0.
+    """
     head_dim, total, num_seqs = _head_dim(qkv, num_heads, num_kv_heads), len(qkv), len(cu_seqlens) - 1
     o, lse = empty((total, num_heads * head_dim), qkv.dtype), empty((total, num_heads), np.float32)
     if total:
         kernels, geometry = _kernels("attention", qkv.dtype, head_dim)
         kernels.attention_forward(
-            _pieces(total, num_seqs, geometry.query_tile) * num_heads, geometry.threads, o, lse, qkv, cu_seqlens, total, num_seqs,
-            num_heads, num_kv_heads, LOG2_E * head_dim**-0.5, shared=geometry.forward_shared)
+            _pieces(total, num_seqs, geometry.query_tile) * num_heads,
+            geometry.threads,
+            o,
+            lse,
+            qkv,
+            cu_seqlens,
+            total,
+            num_seqs,
+            num_heads,
+            num_kv_heads,
+            LOG2_E * head_dim**-0.5,
+            shared=geometry.forward_shared,
+        )
     return o, lse
 
 
 def attention_backward(do, qkv, o, lse, cu_seqlens, num_heads, num_kv_heads):
-    """dqkv like qkv. P is rebuilt from lse; P and dS are rounded to the model's dtype before their products (Dao 2023, FlashAttention-2)."""
+    """dqkv like qkv. P is rebuilt from lse; P and dS are rounded to the model's dtype before their products (Dao 2023,
+    FlashAttention-2).
+    """
     head_dim, total, num_seqs = _head_dim(qkv, num_heads, num_kv_heads), len(qkv), len(cu_seqlens) - 1
     dqkv, delta = empty(qkv.shape, qkv.dtype), empty((total, num_heads), np.float32)
     if do.shape != o.shape or o.shape != (total, num_heads * head_dim) or lse.shape != delta.shape:
-        raise ValueError(f"attention: do {do.shape}, o {o.shape}, lse {lse.shape} do not fit qkv {qkv.shape}: "
-                         f"they must be ({total}, {num_heads * head_dim}) twice and ({total}, {num_heads})")
+        raise ValueError(
+            f"attention: do {do.shape}, o {o.shape}, lse {lse.shape} do not fit qkv {qkv.shape}: "
+            f"they must be ({total}, {num_heads * head_dim}) twice and ({total}, {num_heads})"
+        )
     if total:
         kernels, geometry = _kernels("attention", qkv.dtype, head_dim)
         kernels.attention_delta(-(-total * num_heads // 4), 128, delta, do, o, total * num_heads)
         pieces = _pieces(total, num_seqs, geometry.query_tile)
         rest = (dqkv, do, qkv, lse, delta, cu_seqlens, total, num_seqs, num_heads, num_kv_heads, head_dim**-0.5)
-        kernels.attention_backward_kv(pieces * num_kv_heads, geometry.threads, *rest, shared=geometry.key_gradient_shared)
+        kernels.attention_backward_kv(
+            pieces * num_kv_heads, geometry.threads, *rest, shared=geometry.key_gradient_shared
+        )
         kernels.attention_backward_q(pieces * num_heads, geometry.threads, *rest, shared=geometry.query_gradient_shared)
     return dqkv

@@ -1,9 +1,10 @@
 """CUKIT_CHECK=1: every array function of the CUDA shelf also runs on the NumPy shelf, and its results are compared.
 
-The rule resembles the kernel tests': truth is NumPy in float64, the yardstick NumPy in the given dtypes; the kernel may be twice as far
-from the truth as the yardstick, plus some ulps at the largest value (ULPS). Tests choose their inputs; here an array may be a single number whose
-yardstick is exact by luck, or a log-probability near 0, the difference of large logits. It is for finding wrong kernels, whose errors are larger
-by orders. Slow; kernels also wait after each launch.
+The rule resembles the kernel tests': truth is NumPy in float64, the yardstick NumPy in the given dtypes; the kernel may
+be twice as far from the truth as the yardstick, plus some ulps at the largest value (ULPS). Tests choose their inputs;
+here an array may be a single number whose yardstick is exact by luck, or a log-probability near 0, the difference of
+large logits. It is for finding wrong kernels, whose errors are larger by orders. Slow; kernels also wait after each
+launch.
 """
 
 import functools
@@ -13,9 +14,26 @@ import sys
 import cupy as cp
 import numpy as np
 
-NOT_COMPARED = {"Graphs", "accumulator", "array", "device_name", "dtype_of", "empty", "host_buffer", "memory_info", "row_bucket", "set_exact",
-                "synchronize", "to_numpy", "upload", "zeros"}
-DIFFERENCES = {"sample", "token_logprobs_forward"}  # their results are differences of logits: the ulp is that of the largest logit
+NOT_COMPARED = {
+    "Graphs",
+    "accumulator",
+    "array",
+    "device_name",
+    "dtype_of",
+    "empty",
+    "host_buffer",
+    "memory_info",
+    "row_bucket",
+    "set_exact",
+    "synchronize",
+    "to_numpy",
+    "upload",
+    "zeros",
+}
+DIFFERENCES = {
+    "sample",
+    "token_logprobs_forward",
+}  # their results are differences of logits: the ulp is that of the largest logit
 ULPS = {"bfloat16": 2, "float16": 2, "float32": 64, "float64": 64}
 _MANTISSA_BITS = {"bfloat16": 7, "float16": 10, "float32": 23, "float64": 52}
 
@@ -43,16 +61,22 @@ def _comparing(name, function, reference):
         got, expected, exact = ([*_arrays(x)] for x in ((found, given), (near_found, near), (true_found, true)))
         if len(got) != len(expected):
             raise KernelMismatch(f"{name}: {len(got)} arrays on cuda, {len(expected)} on numpy")
-        scale = max(np.abs(x[np.isfinite(x)]).max(initial=0) for x in _arrays(true) if _is_float(x)) if name in DIFFERENCES else 0
+        scale = (
+            max(np.abs(x[np.isfinite(x)]).max(initial=0) for x in _arrays(true) if _is_float(x))
+            if name in DIFFERENCES
+            else 0
+        )
         for index, (a, b, c) in enumerate(zip(got, expected, exact)):
-            _compare(f"{name}, array {index} of results and arguments", cp.asnumpy(a), np.asarray(b), np.asarray(c), scale)
+            _compare(
+                f"{name}, array {index} of results and arguments", cp.asnumpy(a), np.asarray(b), np.asarray(c), scale
+            )
         return found
 
     return call
 
 
 def _on_host(value, seen, precise):
-    """A copy of nested arguments for NumPy; one array that stands in two places stays one. precise: floats as float64."""
+    """A copy of nested arguments for NumPy: an array that stands in two places stays one. precise: in float64."""
     if isinstance(value, cp.ndarray):
         if id(value) not in seen:
             host = cp.asnumpy(value)

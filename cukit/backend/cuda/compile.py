@@ -1,8 +1,11 @@
-"""kernels/*.cu to machine code with NVRTC, on machines with and without a GPU, and what the compiler says of each kernel.
+"""kernels/*.cu to machine code with NVRTC, on machines with and without a GPU, and what the compiler says of each
+kernel.
 
 A family is one .cu file. Its header says which specialisations it has and for which cards it is written:
-    // specialise: SCALAR=bf16,f16,f32 HEAD_DIM=64,128,…    (several such lines add up; nothing after the colon: one without defines;
-                                                             … : other sizes are built at first use, the source asserts its limits)
+    // specialise: SCALAR=bf16,f16,f32 HEAD_DIM=64,128,…    (several such lines add up; nothing after the colon: one
+    without defines;
+                                                             … : other sizes are built at first use, the source asserts
+                                                             its limits)
     // arch: sm_80 sm_89 sm_90a sm_100 sm_120
 """
 
@@ -21,10 +24,18 @@ from typing import NamedTuple
 SCALAR_TYPES = {"bf16": "__nv_bfloat16", "f16": "__half", "f32": "float"}
 SCALAR_OF_DTYPE = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
 
-# -fmad=false: a product and a sum round as they are written, so that one expression has the same bits in every kernel and in NumPy;
-# where one rounding is wanted (inner products), write fmaf. Division and square root are IEEE: no fast-math.
-# -ftz=true: subnormal floats count as zero, which saves exp2f two instructions and is below everything a model can tell apart.
-OPTIONS = ("-std=c++17", "--fmad=false", "--ftz=true", "--generate-line-info", "--ptxas-options=-v", "--device-as-default-execution-space")
+# -fmad=false: a product and a sum round as they are written, so that one expression has the same bits in every kernel
+# and in NumPy; where one rounding is wanted (inner products), write fmaf. Division and square root are IEEE: no
+# fast-math. -ftz=true: subnormal floats count as zero, which saves exp2f two instructions and is below everything a
+# model can tell apart.
+OPTIONS = (
+    "-std=c++17",
+    "--fmad=false",
+    "--ftz=true",
+    "--generate-line-info",
+    "--ptxas-options=-v",
+    "--device-as-default-execution-space",
+)
 
 
 class Compiled(NamedTuple):
@@ -44,7 +55,10 @@ def kernels_folder() -> Path:
     for folder in (package / "kernels", package.parent / "kernels"):
         if (folder / "common.cuh").exists():
             return folder
-    raise FileNotFoundError(f"no kernel sources in {package / 'kernels'} or {package.parent / 'kernels'}: the installation is damaged, install again")
+    raise FileNotFoundError(
+        f"no kernel sources in {package / 'kernels'} or {package.parent / 'kernels'}: the installation is "
+        f"damaged, install again"
+    )
 
 
 def families() -> list[str]:
@@ -73,7 +87,10 @@ def specialisations(family: str) -> list[dict]:
     found = []
     lines = re.findall(r"^// specialise:(.*)$", source(family), re.M)
     if not lines:
-        raise ValueError(f"kernels/{family}.cu declares no specialisation: its header needs a line '// specialise: SCALAR=bf16,f16,f32'")
+        raise ValueError(
+            f"kernels/{family}.cu declares no specialisation: its header needs a line '// specialise: "
+            f"SCALAR=bf16,f16,f32'"
+        )
     for line in lines:
         choices = [item.split("=") for item in line.split()]
         names = [name for name, _ in choices]
@@ -94,27 +111,35 @@ def architectures(family: str) -> list[str]:
     """The cards the family is written for: its // arch: line."""
     line = re.search(r"^// arch:(.*)$", source(family), re.M)
     if line is None:
-        raise ValueError(f"kernels/{family}.cu declares no architecture: its header needs a line '// arch: sm_80 sm_90a …'")
+        raise ValueError(
+            f"kernels/{family}.cu declares no architecture: its header needs a line '// arch: sm_80 sm_90a …'"
+        )
     return line.group(1).split()
 
 
 def architecture_for(major: int, minor: int, supported) -> str:
     """The -arch for a card of compute capability major.minor. supported: what NVRTC knows, as integers (90, 120, …).
 
-    A cubin runs on later minor versions of its major one, so an older compiler serves a newer card of the same generation.
+    A cubin runs on later minor versions of its major one, so an older compiler serves a newer card of the same
+    generation.
     """
     if major < 8:
-        raise ValueError(f"compute capability {major}.{minor} is too old: the kernels need 8.0 (A100) or later; use --device cpu")
+        raise ValueError(
+            f"compute capability {major}.{minor} is too old: the kernels need 8.0 (A100) or later; use --device cpu"
+        )
     fitting = [arch for arch in supported if arch // 10 == major and arch <= 10 * major + minor]
     if not fitting:
-        raise ValueError(f"this NVRTC (up to sm_{max(supported)}) cannot compile for compute capability {major}.{minor}: install newer CUDA wheels")
+        raise ValueError(
+            f"this NVRTC (up to sm_{max(supported)}) cannot compile for compute capability {major}.{minor}: "
+            f"install newer CUDA wheels"
+        )
     arch = max(fitting)
     return "sm_90a" if arch == 90 else f"sm_{arch}"  # the `a`: wgmma and the tensor memory accelerator
 
 
 @functools.cache
 def include_folders() -> tuple[str, ...]:
-    """kernels/, CuPy's copy of libcu++, and CUDA's headers (a toolkit, or the pip wheels of NVRTC's own major version)."""
+    """kernels/, CuPy's copy of libcu++, CUDA's headers (a toolkit's, or the pip wheels of NVRTC's major version)."""
     import cupy
     from cupy_backends.cuda.libs import nvrtc
 
@@ -124,7 +149,10 @@ def include_folders() -> tuple[str, ...]:
     candidates += [Path(toolkit) / "include"] if toolkit else []
     cuda = next((folder for folder in candidates if (folder / "cuda_bf16.h").exists()), None)
     if cuda is None:
-        raise ValueError("CUDA's headers were not found: pip install 'cukit[cuda12]' (or 'cukit[cuda13]'), or set CUDA_PATH to a toolkit")
+        raise ValueError(
+            "CUDA's headers were not found: pip install 'cukit[cuda12]' (or 'cukit[cuda13]'), or set CUDA_PATH "
+            "to a toolkit"
+        )
     bundled = Path(cupy.__file__).parent / "_core/include/cupy/_cccl"
     cccl = [str(folder) for name in ("libcudacxx", "cub", "thrust") if (folder := bundled / name).is_dir()]
     return (str(kernels_folder()), *cccl, str(cuda))
@@ -142,7 +170,7 @@ def define_options(defines: dict) -> list[str]:
 
 
 def compile_family(family: str, arch: str, defines: dict) -> Compiled:
-    """Compile one specialisation for one architecture; RuntimeError with the compiler's words if it does not compile."""
+    """Compile one specialisation for one architecture; RuntimeError with the compiler's words if that fails."""
     from cupy_backends.cuda.libs import nvrtc
 
     options = (*OPTIONS, f"-arch={arch}", *define_options(defines), *(f"-I{folder}" for folder in include_folders()))
@@ -150,7 +178,9 @@ def compile_family(family: str, arch: str, defines: dict) -> Compiled:
     program = nvrtc.createProgram(source(family), str(kernels_folder() / f"{family}.cu"), (), ())
     try:
         nvrtc.compileProgram(program, options)
-        return Compiled(family, arch, defines, nvrtc.getCUBIN(program), nvrtc.getProgramLog(program), time.perf_counter() - start)
+        return Compiled(
+            family, arch, defines, nvrtc.getCUBIN(program), nvrtc.getProgramLog(program), time.perf_counter() - start
+        )
     except nvrtc.NVRTCError as error:
         log = nvrtc.getProgramLog(program)
         raise RuntimeError(f"kernels/{family}.cu does not compile for {arch} with {defines}: {error}\n{log}") from None
@@ -160,13 +190,16 @@ def compile_family(family: str, arch: str, defines: dict) -> Compiled:
 
 # ---- the cache of compiled kernels ----
 
+
 def cache_folder() -> Path:
     """Beside CuPy's own kernel cache, and moved by the same variable."""
     return Path(os.environ.get("CUPY_CACHE_DIR") or Path.home() / ".cupy/kernel_cache") / "cukit"
 
 
 def cache_path(family: str, arch: str, defines: dict) -> Path:
-    """The file of one specialisation. Its name changes with the sources (CuPy's own key does not see headers), options and compiler."""
+    """The file of one specialisation. Its name changes with the sources (CuPy's own key does not see headers), options
+    and compiler.
+    """
     from cupy_backends.cuda.libs import nvrtc
 
     key = repr((source_digest(), nvrtc.getVersion(), OPTIONS, sorted(defines.items())))
@@ -175,7 +208,9 @@ def cache_path(family: str, arch: str, defines: dict) -> Path:
 
 
 def store(path: Path, cubin: bytes) -> Path:
-    """Write `cubin` at `path`, whole or not at all; to a temporary folder if the cache cannot be written. Returns where it is."""
+    """Write `cubin` at `path`, whole or not at all; to a temporary folder if the cache cannot be written. Returns where
+    it is.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
@@ -198,10 +233,17 @@ def _build(job) -> Compiled:
 def build(archs=None, names=None, scalars=None, processes=None) -> list[Compiled]:
     """Compile every declared specialisation, in parallel, into the cache that the loader reads; in a fixed order.
 
-    archs: which architectures (default: all that each family declares); names: which families; scalars: which of bf16, f16, f32.
+    archs: which architectures (default: all that each family declares); names: which families; scalars: which of bf16,
+    f16, f32.
     """
-    jobs = [(family, arch, defines) for family in names or families() for arch in architectures(family) if archs is None or arch in archs
-            for defines in specialisations(family) if scalars is None or defines.get("SCALAR", "bf16") in scalars]
+    jobs = [
+        (family, arch, defines)
+        for family in names or families()
+        for arch in architectures(family)
+        if archs is None or arch in archs
+        for defines in specialisations(family)
+        if scalars is None or defines.get("SCALAR", "bf16") in scalars
+    ]
     if len(jobs) == 1:
         return [_build(jobs[0])]
     with ProcessPoolExecutor(processes or os.cpu_count()) as pool:
@@ -209,6 +251,7 @@ def build(archs=None, names=None, scalars=None, processes=None) -> list[Compiled
 
 
 # ---- what the compiler says ----
+
 
 class KernelUse(NamedTuple):
     """What one kernel takes on the card."""
@@ -224,8 +267,14 @@ def kernel_uses(log: str) -> list[KernelUse]:
     found = []
     for part in re.split(r"Compiling entry function '", log)[1:]:
         number = functools.partial(_first_number, part)
-        found.append(KernelUse(part.split("'")[0], number(r"Used (\d+) registers"), number(r"(\d+) bytes smem"),
-                               number(r"(\d+) bytes spill stores") + number(r"(\d+) bytes spill loads")))
+        found.append(
+            KernelUse(
+                part.split("'")[0],
+                number(r"Used (\d+) registers"),
+                number(r"(\d+) bytes smem"),
+                number(r"(\d+) bytes spill stores") + number(r"(\d+) bytes spill loads"),
+            )
+        )
     return found
 
 
@@ -235,10 +284,13 @@ def _first_number(text: str, pattern: str) -> int:
 
 
 def report(compiled: list[Compiled]) -> str:
-    """A table of registers, shared memory and spills, one line a kernel (what `cukit kernels build --report` prints)."""
+    """Registers, shared memory and spills, one line a kernel (what `cukit kernels build --report` prints)."""
     lines = [f"{'kernel':<44} {'defines':<34} {'arch':<8} {'registers':>9} {'shared B':>8} {'spill B':>8}"]
     for item in compiled:
         words = " ".join(f"{name}={value}" for name, value in item.defines.items())
-        lines += [f"{item.family + '.' + use.name:<44} {words:<34} {item.arch:<8} {use.registers:>9} {use.shared_bytes:>8} {use.spill_bytes:>8}"
-                  for use in kernel_uses(item.log)]
+        lines += [
+            f"{item.family + '.' + use.name:<44} {words:<34} {item.arch:<8} {use.registers:>9} "
+            f"{use.shared_bytes:>8} {use.spill_bytes:>8}"
+            for use in kernel_uses(item.log)
+        ]
     return "\n".join(lines)

@@ -10,13 +10,19 @@ import re
 import cupy as cp
 import numpy as np
 
-WORKSPACE_BYTES = 32 << 20  # NVIDIA's advice for Hopper; given to cuBLAS so that it never allocates, not even inside a capture
+WORKSPACE_BYTES = (
+    32 << 20
+)  # NVIDIA's advice for Hopper; given to cuBLAS so that it never allocates, not even inside a capture
 DISALLOW_REDUCED_PRECISION_REDUCTION = 16
 DEFAULT_ALGORITHM = -1
 
 # dtype name -> cudaDataType, cublasComputeType, C type of alpha and beta
-_TYPES = {"float32": (0, 68, ctypes.c_float), "float16": (2, 68, ctypes.c_float), "bfloat16": (14, 68, ctypes.c_float),
-          "float64": (1, 70, ctypes.c_double)}
+_TYPES = {
+    "float32": (0, 68, ctypes.c_float),
+    "float16": (2, 68, ctypes.c_float),
+    "bfloat16": (14, 68, ctypes.c_float),
+    "float64": (1, 70, ctypes.c_double),
+}
 
 
 def gemm(transpose_a, transpose_b, m, n, k, a, b, beta, c):
@@ -28,10 +34,31 @@ def gemm(transpose_a, transpose_b, m, n, k, a, b, beta, c):
     blas.use_stream(cp.cuda.get_current_stream().ptr)
     a_type, compute, one, zero = _constants(a.dtype)
     c_type = a_type if c.dtype == a.dtype else _constants(c.dtype)[0]
-    status = blas.gemm_ex(blas.handle, transpose_a, transpose_b, m, n, k, one, a.data.ptr, a_type, a.shape[-1], b.data.ptr, a_type,
-                          b.shape[-1], one if beta else zero, c.data.ptr, c_type, c.shape[-1], compute, DEFAULT_ALGORITHM)
+    status = blas.gemm_ex(
+        blas.handle,
+        transpose_a,
+        transpose_b,
+        m,
+        n,
+        k,
+        one,
+        a.data.ptr,
+        a_type,
+        a.shape[-1],
+        b.data.ptr,
+        a_type,
+        b.shape[-1],
+        one if beta else zero,
+        c.data.ptr,
+        c_type,
+        c.shape[-1],
+        compute,
+        DEFAULT_ALGORITHM,
+    )
     if status:
-        raise RuntimeError(f"cublasGemmEx failed with status {status} for m={m} n={n} k={k} in {a.dtype} into {c.dtype}")
+        raise RuntimeError(
+            f"cublasGemmEx failed with status {status} for m={m} n={n} k={k} in {a.dtype} into {c.dtype}"
+        )
 
 
 @functools.cache
@@ -52,14 +79,35 @@ def _blas():
 
 
 class _Blas:
-    """Our own handle: nobody else moves its stream. One workspace serves it: a process multiplies on one stream at a time."""
+    """Our own handle: nobody else moves its stream. One workspace serves it: a process multiplies on one stream at a
+    time.
+    """
 
     def __init__(self):
         library = ctypes.CDLL(_library_path())
         pointer, integer = ctypes.c_void_p, ctypes.c_int
         self.gemm_ex = library.cublasGemmEx
-        self.gemm_ex.argtypes = [pointer, integer, integer, integer, integer, integer, pointer, pointer, integer, integer, pointer, integer,
-                                 integer, pointer, pointer, integer, integer, integer, integer]
+        self.gemm_ex.argtypes = [
+            pointer,
+            integer,
+            integer,
+            integer,
+            integer,
+            integer,
+            pointer,
+            pointer,
+            integer,
+            integer,
+            pointer,
+            integer,
+            integer,
+            pointer,
+            pointer,
+            integer,
+            integer,
+            integer,
+            integer,
+        ]
         self._set_stream, self._set_workspace = library.cublasSetStream_v2, library.cublasSetWorkspace_v2
         self._set_stream.argtypes = [pointer, pointer]
         self._set_workspace.argtypes = [pointer, pointer, ctypes.c_size_t]

@@ -1,4 +1,6 @@
-"""Arrays, dtypes and memory of the GPU. Memory comes from CuPy's pool: after the first step of a shape nothing is asked of the driver."""
+"""Arrays, dtypes and memory of the GPU. Memory comes from CuPy's pool: after the first step of a shape nothing is asked
+of the driver.
+"""
 
 import cupy as cp
 import cupyx
@@ -6,8 +8,12 @@ import ml_dtypes
 import numpy as np
 
 name = "cuda"
-DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.float16),
-          "float32": np.dtype(np.float32), "float64": np.dtype(np.float64)}
+DTYPES = {
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "float16": np.dtype(np.float16),
+    "float32": np.dtype(np.float32),
+    "float64": np.dtype(np.float64),
+}
 default_dtype = "bfloat16"
 
 
@@ -53,7 +59,7 @@ def host_buffer(nbytes: int):
 
 
 def upload(target, host):
-    """Copy `host` into the device array `target`. `host` must stay as it is until the device's next results were read."""
+    """Copy `host` into the device array `target`; `host` must not change until the device's next results are read."""
     target.set(host, stream=cp.cuda.get_current_stream())
 
 

@@ -1,11 +1,13 @@
-"""Which product gives a row the same bits at every row count: what makes decoding and training compute the same numbers.
+"""Which product gives a row the same bits at every row count: what makes decoding and training compute the same
+numbers.
 
-cuBLAS chooses a kernel by the shape. Most choices add along I in one order and so give a row the same bits at every row count;
-some split the sum when rows are few (measured: the `down` projection below 65 to 256 rows). So the forward product runs at row counts
-from a short list (buckets), each compared once with a product of REFERENCE_ROWS rows. A bucket whose bits differ is raised to the next; where
-none is found, our own product in order takes over, whose bits are the reference's wherever cuBLAS adds in order at REFERENCE_ROWS rows. Where
-it does not even do that and no bucket is found, our own product serves all row counts of that weight. What is decided for a weight at its first
-use stays, so bits never change within a process.
+cuBLAS chooses a kernel by the shape. Most choices add along I in one order and so give a row the same bits at every row
+count; some split the sum when rows are few (measured: the `down` projection below 65 to 256 rows). So the forward
+product runs at row counts from a short list (buckets), each compared once with a product of REFERENCE_ROWS rows. A
+bucket whose bits differ is raised to the next; where none is found, our own product in order takes over, whose bits are
+the reference's wherever cuBLAS adds in order at REFERENCE_ROWS rows. Where it does not even do that and no bucket is
+found, our own product serves all row counts of that weight. What is decided for a weight at its first use stays, so
+bits never change within a process.
 """
 
 import functools
@@ -21,14 +23,17 @@ LARGEST_RAISE = 512  # how far a small row count is raised in search of equal bi
 
 _policy, _in_use = "auto", False
 _chosen: dict[tuple, tuple] = {}  # (weight, bucket asked for) -> (rows to run or 0 for as many as there are, product)
-_equal: dict[tuple, bool] = {}  # (weight, bucket) -> cuBLAS gives the reference's bits; bucket "in order": our own product does
+_equal: dict[
+    tuple, bool
+] = {}  # (weight, bucket) -> cuBLAS gives the reference's bits; bucket "in order": our own product does
 # where a weight is (out, in, dtype, biased)
 
 
 def set_policy(policy: str):
     """auto: one line on stderr where no product is exact; true: ValueError there; false: plain cuBLAS, no comparison.
 
-    For the whole process: auto leaves an earlier true as it is, and once a product was made false can neither come nor go.
+    For the whole process: auto leaves an earlier true as it is, and once a product was made false can neither come nor
+    go.
     """
     global _policy
     if policy not in ("auto", "true", "false"):
@@ -36,13 +41,18 @@ def set_policy(policy: str):
     if policy == _policy or (policy == "auto" and _policy == "true"):
         return
     if _in_use and "false" in (policy, _policy):
-        raise ValueError(f"exact={policy} comes after products with exact={_policy}, whose bits may differ: choose it before the first model "
-                         f"runs in a process, or keep exact={_policy}")
+        raise ValueError(
+            f"exact={policy} comes after products with exact={_policy}, whose bits may differ: choose it before "
+            f"the first model "
+            f"runs in a process, or keep exact={_policy}"
+        )
     _policy = policy
 
 
 def next_bucket(rows: int) -> int:
-    """The smallest row count of the list that is at least `rows`: powers of two to 64, then steps of 64, 128, 256 and 512."""
+    """The smallest row count of the list that is at least `rows`: powers of two to 64, then steps of 64, 128, 256 and
+    512.
+    """
     if rows <= 64:
         return 1 << max(rows - 1, 0).bit_length()
     step = 64 if rows <= 256 else 128 if rows <= 1024 else 256 if rows <= 4096 else 512
@@ -101,7 +111,10 @@ def _is_equal(weight, bucket) -> bool:
     found = _equal.get((weight, bucket))
     if found is None:
         if cp.cuda.get_current_stream().is_capturing():
-            raise RuntimeError(f"the product with a weight {weight} was not checked at {bucket} rows before the capture: run it once outside first")
+            raise RuntimeError(
+                f"the product with a weight {weight} was not checked at {bucket} rows before the capture: run "
+                f"it once outside first"
+            )
         # not from the memory of a captured step, which would keep what is needed once
         with cp.cuda.Stream.null, cp.cuda.using_allocator(cp.get_default_memory_pool().malloc):
             found = _equal[weight, bucket] = _compare(*weight, bucket)
@@ -112,7 +125,11 @@ def _compare(out_features, in_features, dtype, biased, bucket):
     inputs, weights, numbers = _examples(in_features, dtype)
     w = _repeated(weights, out_features)
     # every other bias so small that it does not hide a sum's bits
-    bias = cp.array((np.resize(numbers, out_features) / np.where(np.arange(out_features) % 2, 1, 64)).astype(dtype)) if biased else None
+    bias = (
+        cp.array((np.resize(numbers, out_features) / np.where(np.arange(out_features) % 2, 1, 64)).astype(dtype))
+        if biased
+        else None
+    )
     reference_rows = REFERENCE_ROWS if out_features <= 1 << 15 else REFERENCE_ROWS // 4
     inputs = _repeated(inputs, reference_rows if bucket == "in order" else max(bucket, reference_rows))
     reference = cublas_product(inputs[:reference_rows], w, bias)
@@ -122,24 +139,30 @@ def _compare(out_features, in_features, dtype, biased, bucket):
         return True
     if bucket > reference_rows:
         product = cublas_product(inputs, w, bias)
-        parts = [product[start:start + reference_rows] for start in range(0, bucket, reference_rows)]
-        return all(_same_bits(part, reference[:len(part)]) for part in parts)  # reference_rows is a multiple of the rows that are repeated
+        parts = [product[start : start + reference_rows] for start in range(0, bucket, reference_rows)]
+        return all(
+            _same_bits(part, reference[: len(part)]) for part in parts
+        )  # reference_rows is a multiple of the rows that are repeated
     starts = range(0, min(reference_rows - bucket, 16 * max(bucket, 16)) + 1, max(bucket, 16))
-    return all(_same_bits(cublas_product(inputs[start:start + bucket], w, bias), reference[start:start + bucket]) for start in starts)
+    return all(
+        _same_bits(cublas_product(inputs[start : start + bucket], w, bias), reference[start : start + bucket])
+        for start in starts
+    )
 
 
 @functools.lru_cache(maxsize=2)  # a weight's buckets are compared one after the other
 def _examples(in_features, dtype):
     """Rows of x, rows of w and a row of numbers, on the host.
 
-    Of every other row of x the second half is minus the first, and of w's rows nearly the first: the sums cancel, so that another order
-    of adding shows in the rounded result. Short sums seldom tell two orders apart, hence more rows there.
+    Of every other row of x the second half is minus the first, and of w's rows nearly the first: the sums cancel, so
+    that another order of adding shows in the rounded result. Short sums seldom tell two orders apart, hence more rows
+    there.
     """
     generator, half = np.random.default_rng(0), in_features // 2
     x = generator.standard_normal((512 if in_features > 256 else 1024, in_features), dtype=np.float32)
-    x[::2, in_features - half:] = -x[::2, :half]
+    x[::2, in_features - half :] = -x[::2, :half]
     w = generator.standard_normal((512, in_features), dtype=np.float32)
-    w[:, in_features - half:] = w[:, :half] * (1 + w[:, in_features - half:] / 64)
+    w[:, in_features - half :] = w[:, :half] * (1 + w[:, in_features - half :] / 64)
     return x.astype(dtype), w.astype(dtype), generator.standard_normal(4099, dtype=np.float32)
 
 
@@ -148,7 +171,7 @@ def _repeated(block, rows):
     source, out = cp.array(block), cp.empty((rows, block.shape[1]), block.dtype)
     for start in range(0, rows, len(block)):
         stop = min(start + len(block), rows)
-        out[start:stop] = source[:stop - start]
+        out[start:stop] = source[: stop - start]
     return out
 
 

@@ -1,7 +1,8 @@
-"""Steps that are done again and again, as CUDA graphs: hundreds of launches become one (252 cost the host over 2 ms, a graph 0.02 ms).
+"""Steps that are done again and again, as CUDA graphs: hundreds of launches become one (252 cost the host over 2 ms, a
+graph 0.02 ms).
 
-A step runs plainly at its first call, which compiles kernels, compares products (exact.py) and lets the arena grow; its second call is
-captured. The steps of one Graphs run one after the other, hence share their temporary memory.
+A step runs plainly at its first call, which compiles kernels, compares products (exact.py) and lets the arena grow; its
+second call is captured. The steps of one Graphs run one after the other, hence share their temporary memory.
 """
 
 import contextlib
@@ -23,7 +24,8 @@ class Graphs:
         self._arena = Arena()
 
     def graphed(self, function):
-        """A callable that does what `function()` does, at its lowest cost; a step's results may be overwritten by the next call of any step.
+        """A callable that does what `function()` does, at its lowest cost; a step's results may be overwritten by the
+        next call of any step.
 
         `function` reads and writes fixed arrays only, and neither waits for the device nor asks it for values.
         """
@@ -32,7 +34,9 @@ class Graphs:
 
 @functools.cache
 def _stream():
-    return cp.cuda.Stream()  # a blocking one: ordered with the default stream, which brings the inputs and takes the results
+    return (
+        cp.cuda.Stream()
+    )  # a blocking one: ordered with the default stream, which brings the inputs and takes the results
 
 
 class _Step:

@@ -1,7 +1,7 @@
 """Matrix products. x (T, I), w (O, I), bias (O,), y and dy (T, O). Half types are summed in float32 and rounded once.
 
-By cuBLAS, and by linear.cu where cuBLAS does not add in order. cuBLAS reads by columns: a C-contiguous (R, C) array is to it a (C, R) matrix, so every
-product is asked for transposed.
+By cuBLAS, and by linear.cu where cuBLAS does not add in order. cuBLAS reads by columns: a C-contiguous (R, C) array is
+to it a (C, R) matrix, so every product is asked for transposed.
 """
 
 from .columns import add_column_sums
@@ -12,12 +12,16 @@ from .loader import load
 
 
 def set_exact(policy: str):
-    """auto, true or false: whether decoding and training must compute the same bits; see exact.py. For the whole process."""
+    """auto, true or false: whether decoding and training must compute the same bits; see exact.py. For the whole
+    process.
+    """
     set_policy(policy)
 
 
 def row_bucket(rows: int) -> int:
-    """The number of rows at which a step of `rows` rows is best run: products then need no copy of their input with rows added (exact.py)."""
+    """The number of rows at which a step of `rows` rows is best run: products then need no copy of their input with
+    rows added (exact.py).
+    """
     return next_bucket(rows)
 
 
@@ -32,7 +36,7 @@ def linear_forward(x, w, bias=None):
     padded = empty((run, x.shape[1]), x.dtype)
     blocks = -(-padded.nbytes // (16 * 256))
     load("linear", x.dtype).pad_rows(blocks, 256, padded, x, x.size, padded.size)
-    return product(padded, w, bias)[:len(x)]
+    return product(padded, w, bias)[: len(x)]
 
 
 def linear_backward_input(dy, w):

@@ -1,7 +1,8 @@
 """kernels/*.cu as callables: load("norm", x.dtype).rms_norm_forward(grid, block, *args, shared=0).
 
-A module is compiled at its first use (or found in the cache, see compile.py) for the card that is current then; a process drives one card.
-CUKIT_LOG=1 writes each launch to stderr before it happens; CUKIT_CHECK=1 waits after each launch, so that an error names its kernel.
+A module is compiled at its first use (or found in the cache, see compile.py) for the card that is current then; a
+process drives one card. CUKIT_LOG=1 writes each launch to stderr before it happens; CUKIT_CHECK=1 waits after each
+launch, so that an error names its kernel.
 """
 
 import os
@@ -19,9 +20,20 @@ from . import compile as compiler
 LOG = os.environ.get("CUKIT_LOG") == "1"
 CHECK = os.environ.get("CUKIT_CHECK") == "1"
 
-C_TYPES = {"float": "float32", "double": "float64", "__nv_bfloat16": "bfloat16", "__half": "float16", "bool": "bool",
-           "signed char": "int8", "unsigned char": "uint8", "int": "int32", "unsigned": "uint32", "unsigned int": "uint32",
-           "long long": "int64", "unsigned long long": "uint64"}
+C_TYPES = {
+    "float": "float32",
+    "double": "float64",
+    "__nv_bfloat16": "bfloat16",
+    "__half": "float16",
+    "bool": "bool",
+    "signed char": "int8",
+    "unsigned char": "uint8",
+    "int": "int32",
+    "unsigned": "uint32",
+    "unsigned int": "uint32",
+    "long long": "int64",
+    "unsigned long long": "uint64",
+}
 SHARED_LIMIT = 48 * 1024  # static and dynamic together; a kernel must be told before it may take more
 NULL = np.uint64(0)  # CuPy would pass None as a missing argument instead of a null pointer
 
@@ -29,7 +41,9 @@ _modules: dict[tuple, "Module"] = {}
 
 
 def load(family: str, dtype=None, **defines) -> "Module":
-    """The kernels of kernels/{family}.cu as attributes, for SCALAR = dtype and the other defines. ValueError if the file has no such variant."""
+    """The kernels of kernels/{family}.cu as attributes, for SCALAR = dtype and the other defines. ValueError if the
+    file has no such variant.
+    """
     key = (family, dtype, *defines.items()) if defines else (family, dtype)
     module = _modules.get(key)
     if module is None:
@@ -58,7 +72,8 @@ class Module:
         return kernel
 
     def constants(self, name: str, count: int) -> list[int]:
-        """The values of `extern "C" __constant__ int name[count]` in the source: what it fixes for this variant and card.
+        """The values of `extern "C" __constant__ int name[count]` in the source: what it fixes for this variant and
+        card.
 
         The first call waits for the card, so it cannot be made while a graph is captured.
         """
@@ -84,17 +99,21 @@ class Module:
 
 
 def _checked_defines(family, dtype, defines):
-    """{define: text} of a declared variant, or of one that differs from it only in the sizes that the file leaves open."""
+    """{define: text} of a declared variant, or of one that differs from it only in sizes that the file leaves open."""
     chosen = {name: str(value) for name, value in defines.items()}
     if dtype is not None:
         scalar = compiler.SCALAR_OF_DTYPE.get(np.dtype(dtype).name)
         if scalar is None:
-            raise ValueError(f"{family} has no {np.dtype(dtype).name} kernel: use bfloat16, float16 or float32, or the cpu device")
+            raise ValueError(
+                f"{family} has no {np.dtype(dtype).name} kernel: use bfloat16, float16 or float32, or the cpu device"
+            )
         chosen["SCALAR"] = scalar
     declared = compiler.specialisations(family)
     free = compiler.open_sizes(family)
-    if not any(chosen.keys() == variant.keys() and all(name in free or chosen[name] == variant[name] for name in chosen)
-               for variant in declared):
+    if not any(
+        chosen.keys() == variant.keys() and all(name in free or chosen[name] == variant[name] for name in chosen)
+        for variant in declared
+    ):
         raise ValueError(f"kernels/{family}.cu is not built for {chosen}: its variants are {declared}")
     return chosen
 
@@ -113,9 +132,9 @@ def _architecture() -> str:
 class Kernel:
     """A compiled kernel that knows its parameters.
 
-    Called as kernel(grid, block, *args, shared=0), on CuPy's current stream: grid and block are an int or a tuple; arguments are arrays of
-    the declared type (C-contiguous), None (a null pointer) and Python numbers, which become the declared type. shared: bytes of dynamic
-    shared memory. An empty grid launches nothing.
+    Called as kernel(grid, block, *args, shared=0), on CuPy's current stream: grid and block are an int or a tuple;
+    arguments are arrays of the declared type (C-contiguous), None (a null pointer) and Python numbers, which become the
+    declared type. shared: bytes of dynamic shared memory. An empty grid launches nothing.
     """
 
     def __init__(self, name, raw, parameters, types):
@@ -128,7 +147,10 @@ class Kernel:
 
     def __call__(self, grid, block, *args, shared=0):
         if len(args) != len(self._converters):
-            raise TypeError(f"{self.name} takes {len(self._converters)} arguments ({', '.join(str(p) for p in self.parameters)}), got {len(args)}")
+            raise TypeError(
+                f"{self.name} takes {len(self._converters)} arguments "
+                f"({', '.join(str(p) for p in self.parameters)}), got {len(args)}"
+            )
         if type(grid) is not tuple:
             grid = (grid,)
         if 0 in grid:
@@ -140,14 +162,20 @@ class Kernel:
             self.raw.max_dynamic_shared_size_bytes = shared
             self._shared_limit = shared
         if LOG:
-            print(f"{self.name} grid {grid} block {block} shared {shared}: {self._describe(args)}", file=sys.stderr, flush=True)
+            print(
+                f"{self.name} grid {grid} block {block} shared {shared}: {self._describe(args)}",
+                file=sys.stderr,
+                flush=True,
+            )
         self._launch(grid, block, values, shared)
         if CHECK:
             self._wait()
 
     def _describe(self, args):
-        return ", ".join(f"{p.name} {list(x.shape)} {x.dtype}" if isinstance(x, cp.ndarray) else f"{p.name} {x}"
-                         for p, x in zip(self.parameters, args))
+        return ", ".join(
+            f"{p.name} {list(x.shape)} {x.dtype}" if isinstance(x, cp.ndarray) else f"{p.name} {x}"
+            for p, x in zip(self.parameters, args)
+        )
 
     def _wait(self):
         stream = cp.cuda.get_current_stream()
@@ -160,6 +188,7 @@ class Kernel:
 
 
 # ---- signatures ----
+
 
 class Parameter:
     """One parameter of a kernel: its C type without const and *, whether it is a pointer, its name."""
@@ -186,8 +215,8 @@ def parse_signatures(text: str) -> dict[str, list[Parameter]]:
                 position += len(text[position:]) - len(text[position:].lstrip())
         name = re.compile(r"(\w+)\s*\(").match(text, position)
         if name is None:
-            raise ValueError(f"cannot read the kernel at {text[head.start():head.start() + 100]!r}")
-        inside = text[name.end():_closing(text, name.end() - 1)]
+            raise ValueError(f"cannot read the kernel at {text[head.start() : head.start() + 100]!r}")
+        inside = text[name.end() : _closing(text, name.end() - 1)]
         found[name.group(1)] = [_parse_parameter(part) for part in inside.split(",") if part.strip()]
     return found
 
@@ -215,7 +244,9 @@ def _converter(kernel, parameter, types):
     ctype = types.get(parameter.ctype, parameter.ctype)
     if not parameter.pointer:
         if ctype not in C_TYPES or ctype.startswith("__"):
-            raise TypeError(f"{kernel}: parameter {parameter} has a type that the loader does not know: {', '.join(C_TYPES)}")
+            raise TypeError(
+                f"{kernel}: parameter {parameter} has a type that the loader does not know: {', '.join(C_TYPES)}"
+            )
         return _number_converter(np.dtype(C_TYPES[ctype]))
     dtype = None if ctype == "void" else _dtype(C_TYPES.get(ctype), kernel, parameter)
     what = f"{kernel}: argument {parameter}"
@@ -228,20 +259,26 @@ def _converter(kernel, parameter, types):
         if value.dtype != dtype and dtype is not None:
             raise TypeError(f"{what} wants {dtype}, got {value.dtype} of shape {value.shape}")
         if not value._c_contiguous:
-            raise ValueError(f"{what} must be C-contiguous, got shape {value.shape} with strides {value.strides}: copy it first")
+            raise ValueError(
+                f"{what} must be C-contiguous, got shape {value.shape} with strides {value.strides}: copy it first"
+            )
         return value
 
     return convert
 
 
 def _number_converter(dtype):
-    """Python number -> NumPy scalar of `dtype`, remembered: making one costs more than looking it up, and sizes come again and again."""
+    """Python number -> NumPy scalar of `dtype`, remembered: making one costs more than looking it up, and sizes come
+    again and again.
+    """
     kind, known = dtype.type, {}
 
     def convert(value):
         found = known.get(value)
         if found is None:
-            found = kind(value if dtype.kind == "f" else index(value))  # index refuses 2.7; NumPy refuses what does not fit
+            found = kind(
+                value if dtype.kind == "f" else index(value)
+            )  # index refuses 2.7; NumPy refuses what does not fit
             if len(known) < 4096:
                 known[value] = found
         return found
@@ -251,7 +288,9 @@ def _number_converter(dtype):
 
 def _dtype(name, kernel, parameter):
     if name is None:
-        raise TypeError(f"{kernel}: parameter {parameter} has a type that the loader does not know: void, {', '.join(C_TYPES)}")
+        raise TypeError(
+            f"{kernel}: parameter {parameter} has a type that the loader does not know: void, {', '.join(C_TYPES)}"
+        )
     if name == "bfloat16":
         import ml_dtypes
 

@@ -14,7 +14,8 @@ def token_logprobs_forward(logits, targets, temperature, vocab_size):
     num_rows, stride = logits.shape
     outputs = tuple(empty((num_rows,), cp.float32) for _ in range(3))
     load("loss", logits.dtype).token_logprobs_forward(
-        num_rows, THREADS, *outputs, logits, cp.ascontiguousarray(targets, cp.int32), stride, vocab_size, temperature)
+        num_rows, THREADS, *outputs, logits, cp.ascontiguousarray(targets, cp.int32), stride, vocab_size, temperature
+    )
     return outputs
 
 
@@ -25,5 +26,14 @@ def token_logprobs_backward(logits, targets, lse, entropy, dlogprobs, dentropy, 
     vectors = [None if x is None else cp.ascontiguousarray(x, cp.float32) for x in (lse, entropy, dlogprobs, dentropy)]
     grid = (num_rows, -(-stride // IDS_A_BLOCK))
     load("loss", logits.dtype).token_logprobs_backward(
-        grid, THREADS, dlogits, logits, cp.ascontiguousarray(targets, cp.int32), *vectors, stride, vocab_size, temperature)
+        grid,
+        THREADS,
+        dlogits,
+        logits,
+        cp.ascontiguousarray(targets, cp.int32),
+        *vectors,
+        stride,
+        vocab_size,
+        temperature,
+    )
     return dlogits

@@ -1,11 +1,17 @@
-"""RMSNorm over the last axis: y = x / sqrt(mean(x²) + eps) · w. x (R, C), w (C,), rstd (R, 1) in float32. Kernels: norm.cu."""
+"""RMSNorm over the last axis: y = x / sqrt(mean(x²) + eps) · w. x (R, C), w (C,), rstd (R, 1) in float32. Kernels:
+norm.cu.
+"""
 
 from .columns import add_columns
 from .device import empty
 from .loader import load
 
-MAX_COLUMNS = 24 * 1024  # the backward pass keeps a float a column in shared memory; 96 KB is what the smallest card has
-BACKWARD_THREADS = 132 * 1024  # threads in flight in the backward pass: half of what an H100 holds, so partial sums stay small
+MAX_COLUMNS = (
+    24 * 1024
+)  # the backward pass keeps a float a column in shared memory; 96 KB is what the smallest card has
+BACKWARD_THREADS = (
+    132 * 1024
+)  # threads in flight in the backward pass: half of what an H100 holds, so partial sums stay small
 
 
 def rms_norm_forward(x, w, eps):
@@ -40,14 +46,18 @@ def add_rms_norm_backward(dw, dy, dsummed, summed, w, rstd):
     blocks = min(rows, BACKWARD_THREADS // threads)
     dx, partial = empty(summed.shape, summed.dtype), None if dw is None else empty((blocks, cols), "float32")
     shared = -(-cols * 4 // 32) * 32
-    load("norm", summed.dtype).rms_norm_backward(blocks, threads, dx, partial, dy, dsummed, summed, w, rstd, rows, cols, shared=shared)
+    load("norm", summed.dtype).rms_norm_backward(
+        blocks, threads, dx, partial, dy, dsummed, summed, w, rstd, rows, cols, shared=shared
+    )
     if dw is not None:
         add_columns(dw, partial)
     return dx
 
 
 def _threads(x):
-    """The threads of one row's block, from its columns alone: a multiple of 32, at most 512, each with the same number of vectors."""
+    """The threads of one row's block, from its columns alone: a multiple of 32, at most 512, each with the same number
+    of vectors.
+    """
     vectors = -(-x.shape[-1] * x.itemsize // 16)
     rounds = -(-vectors // 512)
     return max(32, -(-vectors // (32 * rounds)) * 32)
@@ -56,5 +66,8 @@ def _threads(x):
 def _rows_cols(x, w):
     cols = x.shape[-1]
     if w.shape != (cols,) or not 0 < cols <= MAX_COLUMNS:
-        raise ValueError(f"rms_norm of {cols} columns with a weight of shape {w.shape}: want ({cols},), and at most {MAX_COLUMNS} columns")
+        raise ValueError(
+            f"rms_norm of {cols} columns with a weight of shape {w.shape}: want ({cols},), and at most "
+            f"{MAX_COLUMNS} columns"
+        )
     return x.size // cols, cols

@@ -1,6 +1,8 @@
-"""Attention over a paged KV cache: launches kernels/paged_attention.cu. Same functions as the NumPy shelf, the bits of the training forward.
+"""Attention over a paged KV cache: launches kernels/paged_attention.cu. Same functions as the NumPy shelf, the bits of
+the training forward.
 
-A decode launch depends only on the shapes of its buffers, so it can be captured; what lies beyond a sequence's context exits at once.
+A decode launch depends only on the shapes of its buffers, so it can be captured; what lies beyond a sequence's context
+exits at once.
 """
 
 import numpy as np
@@ -16,7 +18,8 @@ THREADS = 256
 
 
 def store_kv(k_cache, v_cache, qkv, slot_mapping, num_heads, num_kv_heads):
-    """Write the keys and values of qkv (T, (H + 2K)·D) into the caches (num_blocks, block_size, K, D) at slot_mapping (T) int64, in place.
+    """Write the keys and values of qkv (T, (H + 2K)·D) into the caches (num_blocks, block_size, K, D) at slot_mapping
+    (T) int64, in place.
 
     Slot = block · block_size + offset in the block; -1 = this row is not stored.
     """
@@ -24,11 +27,14 @@ def store_kv(k_cache, v_cache, qkv, slot_mapping, num_heads, num_kv_heads):
     _check_caches(k_cache, v_cache, num_kv_heads, head_dim)
     vectors = total * 2 * num_kv_heads * head_dim * qkv.itemsize // 8
     load("paged_attention", qkv.dtype, HEAD_DIM=head_dim).store_kv(
-        -(-vectors // THREADS), THREADS, k_cache, v_cache, qkv, slot_mapping, total, num_heads, num_kv_heads)
+        -(-vectors // THREADS), THREADS, k_cache, v_cache, qkv, slot_mapping, total, num_heads, num_kv_heads
+    )
 
 
 def copy_blocks(caches, src, dst):
-    """Copy whole blocks src (n) to dst (n) in every layer of caches, a list of (k_cache, v_cache); every source is read before any is written."""
+    """Copy whole blocks src (n) to dst (n) in every layer of caches, a list of (k_cache, v_cache); every source is read
+    before any is written.
+    """
     count = len(src)
     if count == 0:
         return
@@ -43,7 +49,8 @@ def copy_blocks(caches, src, dst):
 
 
 def paged_decode_attention(qkv, k_cache, v_cache, block_tables, context_lens, num_heads):
-    """One query a sequence, over its context_lens (B) int32 keys (its own included, stored before). 0 = ghost row, whose result is 0.
+    """One query a sequence, over its context_lens (B) int32 keys (its own included, stored before). 0 = ghost row,
+    whose result is 0.
 
     qkv (B, (H + 2K)·D), of which only the queries are read; block_tables (B, M) int32. Returns (B, H·D).
     """
@@ -57,17 +64,34 @@ def paged_decode_attention(qkv, k_cache, v_cache, block_tables, context_lens, nu
     partial_out = empty((batch, num_heads, chunks, head_dim), np.float32)
     partial_stats = empty((batch, num_heads, chunks, 2), np.float32)
     kernels = load("paged_attention", qkv.dtype, HEAD_DIM=head_dim)
-    kernels.paged_decode_chunks((chunks, num_kv_heads * head_tiles, batch), 32, partial_out, partial_stats, qkv, k_cache, v_cache, block_tables,
-                                context_lens, num_heads, num_kv_heads, block_size, max_blocks, LOG2_E * head_dim**-0.5)
-    kernels.paged_decode_merge((num_heads, batch), -(-head_dim // 32) * 32, out, partial_out, partial_stats, context_lens, num_heads, chunks)
+    kernels.paged_decode_chunks(
+        (chunks, num_kv_heads * head_tiles, batch),
+        32,
+        partial_out,
+        partial_stats,
+        qkv,
+        k_cache,
+        v_cache,
+        block_tables,
+        context_lens,
+        num_heads,
+        num_kv_heads,
+        block_size,
+        max_blocks,
+        LOG2_E * head_dim**-0.5,
+    )
+    kernels.paged_decode_merge(
+        (num_heads, batch), -(-head_dim // 32) * 32, out, partial_out, partial_stats, context_lens, num_heads, chunks
+    )
     return out
 
 
 def paged_prefill_attention(qkv, k_cache, v_cache, block_tables, cu_seqlens_q, context_lens, num_heads):
-    """Causal attention of packed new queries over all keys of their sequences (those of the new tokens included, stored before).
+    """Causal attention of packed new queries over all keys of their sequences (those of the new tokens included, stored
+    before).
 
-    qkv (T, (H + 2K)·D); sequence b has the rows cu_seqlens_q[b] to cu_seqlens_q[b + 1], which are the last ones of its context_lens[b] keys.
-    Returns (T, H·D); rows beyond cu_seqlens_q[-1] are 0.
+    qkv (T, (H + 2K)·D); sequence b has the rows cu_seqlens_q[b] to cu_seqlens_q[b + 1], which are the last ones of its
+    context_lens[b] keys. Returns (T, H·D); rows beyond cu_seqlens_q[-1] are 0.
     """
     total, batch, (block_size, num_kv_heads, head_dim) = len(qkv), len(cu_seqlens_q) - 1, k_cache.shape[1:]
     _check_queries(qkv, k_cache, v_cache, block_tables, context_lens, num_heads, batch)
@@ -75,22 +99,45 @@ def paged_prefill_attention(qkv, k_cache, v_cache, block_tables, cu_seqlens_q, c
     if total:
         kernels, geometry = _kernels("paged_attention", qkv.dtype, head_dim)
         kernels.paged_prefill(
-            _pieces(total, batch, geometry.query_tile) * num_heads, geometry.threads, out, qkv, k_cache, v_cache, block_tables, cu_seqlens_q,
-            context_lens, total, batch, num_heads, num_kv_heads, block_size, block_tables.shape[1], LOG2_E * head_dim**-0.5,
-            shared=geometry.forward_shared)
+            _pieces(total, batch, geometry.query_tile) * num_heads,
+            geometry.threads,
+            out,
+            qkv,
+            k_cache,
+            v_cache,
+            block_tables,
+            cu_seqlens_q,
+            context_lens,
+            total,
+            batch,
+            num_heads,
+            num_kv_heads,
+            block_size,
+            block_tables.shape[1],
+            LOG2_E * head_dim**-0.5,
+            shared=geometry.forward_shared,
+        )
     return out
 
 
 def _check_caches(k_cache, v_cache, num_kv_heads, head_dim):
     if k_cache.shape != v_cache.shape or k_cache.shape[2:] != (num_kv_heads, head_dim):
-        raise ValueError(f"paged attention: caches of shape {k_cache.shape} and {v_cache.shape}: "
-                         f"both must be (num_blocks, block_size, {num_kv_heads}, {head_dim})")
+        raise ValueError(
+            f"paged attention: caches of shape {k_cache.shape} and {v_cache.shape}: "
+            f"both must be (num_blocks, block_size, {num_kv_heads}, {head_dim})"
+        )
 
 
 def _check_queries(qkv, k_cache, v_cache, block_tables, context_lens, num_heads, batch):
     num_kv_heads, head_dim = k_cache.shape[2:]
     if _head_dim(qkv, num_heads, num_kv_heads) != head_dim:
-        raise ValueError(f"paged attention: qkv of shape {qkv.shape} does not fit {num_heads} heads and caches of shape {k_cache.shape}")
+        raise ValueError(
+            f"paged attention: qkv of shape {qkv.shape} does not fit {num_heads} heads and caches of shape "
+            f"{k_cache.shape}"
+        )
     _check_caches(k_cache, v_cache, num_kv_heads, head_dim)
     if block_tables.ndim != 2 or len(block_tables) != batch or len(context_lens) != batch:
-        raise ValueError(f"paged attention: block_tables {block_tables.shape} and context_lens {context_lens.shape} for {batch} sequences")
+        raise ValueError(
+            f"paged attention: block_tables {block_tables.shape} and context_lens {context_lens.shape} for "
+            f"{batch} sequences"
+        )

@@ -1,4 +1,6 @@
-"""Two ways to y (T, O) = x (T, I) wᵀ + bias (O,) with w (O, I), at exactly the given number of rows. Kernels: linear.cu."""
+"""Two ways to y (T, O) = x (T, I) wᵀ + bias (O,) with w (O, I), at exactly the given number of rows. Kernels:
+linear.cu.
+"""
 
 from .cublas import gemm
 from .device import empty
@@ -23,5 +25,7 @@ def in_order_product(x, w, bias=None):
     """By sums over I in one order, for half types on tensor cores: a row's bits never depend on the other rows."""
     (rows, ins), outs = x.shape, w.shape[0]
     y = empty((rows, outs), x.dtype)
-    load("linear", x.dtype).linear_in_order((-(-outs // TILE), -(-rows // TILE)), THREADS, y, x, w, bias, rows, ins, outs)
+    load("linear", x.dtype).linear_in_order(
+        (-(-outs // TILE), -(-rows // TILE)), THREADS, y, x, w, bias, rows, ins, outs
+    )
     return y

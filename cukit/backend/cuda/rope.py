@@ -19,12 +19,29 @@ def qk_norm_rope_forward(qkv, q_weight, k_weight, cos, sin, positions, num_heads
     if q_weight is not None:
         rstd = empty((tokens, num_heads + num_kv_heads, 1), "float32")
     blocks = -(-tokens * (num_heads + 2 * num_kv_heads) // groups)
-    kernels.qk_norm_rope_forward(blocks, THREADS, out, rstd, qkv, q_weight, k_weight, cos, sin, positions, tokens, num_heads, num_kv_heads,
-                                 head_dim, eps)
+    kernels.qk_norm_rope_forward(
+        blocks,
+        THREADS,
+        out,
+        rstd,
+        qkv,
+        q_weight,
+        k_weight,
+        cos,
+        sin,
+        positions,
+        tokens,
+        num_heads,
+        num_kv_heads,
+        head_dim,
+        eps,
+    )
     return out, rstd
 
 
-def qk_norm_rope_backward(dq_weight, dk_weight, dout, qkv, q_weight, k_weight, rstd, cos, sin, positions, num_heads, num_kv_heads):
+def qk_norm_rope_backward(
+    dq_weight, dk_weight, dout, qkv, q_weight, k_weight, rstd, cos, sin, positions, num_heads, num_kv_heads
+):
     """dqkv like qkv; adds to dq_weight, dk_weight (unless None)."""
     tokens, head_dim = _sizes(qkv, cos, sin, positions, num_heads, num_kv_heads)
     if dout.shape != qkv.shape:
@@ -34,8 +51,24 @@ def qk_norm_rope_backward(dq_weight, dk_weight, dout, qkv, q_weight, k_weight, r
     dqkv, partial = empty(qkv.shape, qkv.dtype), None
     if q_weight is not None and dq_weight is not None:
         partial = empty((2, blocks, head_dim), "float32")
-    kernels.qk_norm_rope_backward((blocks, 3), THREADS, dqkv, partial, dout, qkv, q_weight, k_weight, rstd, cos, sin, positions, tokens,
-                                  num_heads, num_kv_heads, head_dim)
+    kernels.qk_norm_rope_backward(
+        (blocks, 3),
+        THREADS,
+        dqkv,
+        partial,
+        dout,
+        qkv,
+        q_weight,
+        k_weight,
+        rstd,
+        cos,
+        sin,
+        positions,
+        tokens,
+        num_heads,
+        num_kv_heads,
+        head_dim,
+    )
     if partial is not None:
         add_columns(dq_weight, partial[0])
         add_columns(dk_weight, partial[1])
@@ -54,9 +87,15 @@ def _sizes(qkv, cos, sin, positions, num_heads, num_kv_heads):
     heads = num_heads + 2 * num_kv_heads
     tokens, head_dim = len(qkv), qkv.shape[1] // heads
     if head_dim * heads != qkv.shape[1] or head_dim % 2 or not 0 < head_dim <= 256:
-        raise ValueError(f"qkv of shape {qkv.shape} with {heads} heads: want head_dim even and at most 256, got {qkv.shape[1] / heads:g}")
+        raise ValueError(
+            f"qkv of shape {qkv.shape} with {heads} heads: want head_dim even and at most 256, got "
+            f"{qkv.shape[1] / heads:g}"
+        )
     if len(positions) != tokens or cos.shape[1:] != (head_dim // 2,) or cos.shape != sin.shape:
-        raise ValueError(f"{len(positions)} positions, cos {cos.shape} and sin {sin.shape} do not fit {tokens} tokens and head_dim {head_dim}")
+        raise ValueError(
+            f"{len(positions)} positions, cos {cos.shape} and sin {sin.shape} do not fit {tokens} tokens and "
+            f"head_dim {head_dim}"
+        )
     if tokens * heads >= 2**31:
         raise ValueError(f"{tokens} tokens with {heads} heads are too many for one call: at most 2^31 heads together")
     return tokens, head_dim

@@ -18,8 +18,8 @@ def silu_mul_backward(dy, gate_up):
     sigmoid = _sigmoid(gate)
     out = np.empty_like(gate_up)
     silu = gate * sigmoid
-    out[:, gate.shape[1]:] = dya * silu
-    out[:, :gate.shape[1]] = dya * up * (sigmoid + silu * (1 - sigmoid))
+    out[:, gate.shape[1] :] = dya * silu
+    out[:, : gate.shape[1]] = dya * up * (sigmoid + silu * (1 - sigmoid))
     return out
 
 

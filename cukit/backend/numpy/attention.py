@@ -1,7 +1,7 @@
 """Causal attention over packed sequences, grouped queries (H query heads share K key heads), softmax scale D^-0.5.
 
-qkv (T, (H + 2K)·D) holds heads of q, k, v; cu_seqlens (B + 1,) the sequences' borders. Sequences of equal length go through one
-batched product; none is padded. The inner loop is attention_core's, the same that decoding uses.
+qkv (T, (H + 2K)·D) holds heads of q, k, v; cu_seqlens (B + 1,) the sequences' borders. Sequences of equal length go
+through one batched product; none is padded. The inner loop is attention_core's, the same that decoding uses.
 """
 
 import numpy as np
@@ -11,7 +11,9 @@ from .device import accumulator
 
 
 def attention_forward(qkv, cu_seqlens, num_heads, num_kv_heads):
-    """Returns o (T, H·D) and lse (T, H), the base-e log-sum-exp of the scaled scores. Rows from cu_seqlens[-1] on are 0."""
+    """Returns o (T, H·D) and lse (T, H), the base-e log-sum-exp of the scaled scores. Rows from cu_seqlens[-1] on are
+    0.
+    """
     heads = _heads(qkv, num_heads, num_kv_heads)
     o = np.empty((len(qkv), num_heads, heads.shape[2]), qkv.dtype)
     lse = np.empty((len(qkv), num_heads), accumulator(qkv.dtype))
@@ -19,19 +21,21 @@ def attention_forward(qkv, cu_seqlens, num_heads, num_kv_heads):
         q, k, v = np.split(heads[rows], [num_heads, num_heads + num_kv_heads], axis=2)
         group_o, group_lse = chunked_attention(q, k, v)
         o[rows], lse[rows] = group_o, group_lse.transpose(0, 2, 1)
-    o[cu_seqlens[-1]:], lse[cu_seqlens[-1]:] = 0, 0
+    o[cu_seqlens[-1] :], lse[cu_seqlens[-1] :] = 0, 0
     return o.reshape(len(qkv), num_heads * heads.shape[2]), lse
 
 
 def attention_backward(do, qkv, o, lse, cu_seqlens, num_heads, num_kv_heads):
-    """dqkv like qkv. P is rebuilt from lse; P and dS are rounded to the model's dtype before their products (Dao 2023, FlashAttention-2)."""
+    """dqkv like qkv. P is rebuilt from lse; P and dS are rounded to the model's dtype before their products (Dao 2023,
+    FlashAttention-2).
+    """
     heads = _heads(qkv, num_heads, num_kv_heads)
     per_head = (len(qkv), num_heads, heads.shape[2])
     do, o = do.reshape(per_head), o.reshape(per_head)
     dqkv = np.empty_like(heads)
     for rows in _groups(cu_seqlens):
         dqkv[rows] = _group_backward(do[rows], heads[rows], o[rows], lse[rows], num_heads, num_kv_heads)
-    dqkv[cu_seqlens[-1]:] = 0
+    dqkv[cu_seqlens[-1] :] = 0
     return dqkv.reshape(qkv.shape)
 
 
@@ -39,7 +43,7 @@ def _group_backward(do, heads, o, lse, num_heads, num_kv_heads):
     """One batch of G equal lengths L: do, o (G, L, H, D), heads (G, L, H + 2K, D), lse (G, L, H) -> like heads."""
     acc = accumulator(heads.dtype)
     group, length, _, dim = heads.shape
-    shared, scale = num_heads // num_kv_heads, acc.type(dim ** -0.5)
+    shared, scale = num_heads // num_kv_heads, acc.type(dim**-0.5)
 
     def by_kv_head(x):  # (G, L, H, D) -> (G, K, H/K · L, D)
         return x.astype(acc).transpose(0, 2, 1, 3).reshape(group, num_kv_heads, shared * length, -1)
@@ -47,8 +51,10 @@ def _group_backward(do, heads, o, lse, num_heads, num_kv_heads):
     def rounded(x):
         return x.astype(heads.dtype, copy=False).astype(acc, copy=False)
 
-    q, k, v = (heads[:, :, a:b].astype(acc, copy=False) for a, b in
-               ((0, num_heads), (num_heads, num_heads + num_kv_heads), (num_heads + num_kv_heads, None)))
+    q, k, v = (
+        heads[:, :, a:b].astype(acc, copy=False)
+        for a, b in ((0, num_heads), (num_heads, num_heads + num_kv_heads), (num_heads + num_kv_heads, None))
+    )
     k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
     q, do_rows = by_kv_head(q), by_kv_head(do)
     delta = by_kv_head(np.einsum("glhd,glhd->glh", do.astype(acc, copy=False), o.astype(acc, copy=False))[..., None])

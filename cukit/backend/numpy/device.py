@@ -7,8 +7,12 @@ import ml_dtypes
 import numpy as np
 
 name = "cpu"
-DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.float16),
-          "float32": np.dtype(np.float32), "float64": np.dtype(np.float64)}
+DTYPES = {
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "float16": np.dtype(np.float16),
+    "float32": np.dtype(np.float32),
+    "float64": np.dtype(np.float64),
+}
 default_dtype = "float32"
 
 
@@ -52,7 +56,7 @@ def host_buffer(nbytes: int):
 
 
 def upload(target, host):
-    """Copy `host` into the device array `target`. `host` must stay as it is until the device's next results were read."""
+    """Copy `host` into the device array `target`; `host` must not change until the device's next results are read."""
     target[...] = host
 
 

@@ -5,5 +5,7 @@ class Graphs:
     """Steps that share memory."""
 
     def graphed(self, function):
-        """A callable that does what `function()` does, at its lowest cost; a step's results may be overwritten by the next call of any step."""
+        """A callable that does what `function()` does, at its lowest cost; a step's results may be overwritten by the
+        next call of any step.
+        """
         return function

@@ -1,4 +1,4 @@
-"""Matrix products. x (T, I), w (O, I), bias (O,), y and dy (T, O). Half types are summed in float32 and rounded once."""
+"""Matrix products. x (T, I), w (O, I), bias (O,), y and dy (T, O). Half types: sums in float32, rounded once."""
 
 import functools
 
@@ -7,17 +7,22 @@ from threadpoolctl import ThreadpoolController
 
 from .device import accumulator
 
-# Below this many weights the BLAS library gets one thread: a second one gains little there, and where a core is busy the threads wait
-# for each other: 11 ms instead of 0.3 ms for 128 rows and a (512, 128) weight on 2 cores beside one busy process.
-MANY_WEIGHTS = 2 ** 18
+# Below this many weights the BLAS library gets one thread: a second one gains little there, and where a core is busy
+# the threads wait for each other: 11 ms instead of 0.3 ms for 128 rows and a (512, 128) weight on 2 cores beside one
+# busy process.
+MANY_WEIGHTS = 2**18
 
 
 def set_exact(policy: str):
-    """auto, true or false: whether decoding and training must compute the same bits. A CPU cannot promise it: ValueError for true."""
+    """auto, true or false: whether decoding and training must compute the same bits. A CPU cannot promise it:
+    ValueError for true.
+    """
     if policy not in ("auto", "true", "false"):
         raise ValueError(f"exact={policy!r} is not known: choose auto, true or false")
     if policy == "true":
-        raise ValueError("exact=true needs --device cuda: on a CPU a product's last bits change with its row count; use exact=auto")
+        raise ValueError(
+            "exact=true needs --device cuda: on a CPU a product's last bits change with its row count; use exact=auto"
+        )
 
 
 def row_bucket(rows: int) -> int:
@@ -60,4 +65,6 @@ def _use_many_threads(many: bool):
 @functools.cache
 def _blas():
     """The BLAS libraries in this process and the threads each began with (its own choice, or OPENBLAS_NUM_THREADS)."""
-    return [(library, library.num_threads) for library in ThreadpoolController().select(user_api="blas").lib_controllers]
+    return [
+        (library, library.num_threads) for library in ThreadpoolController().select(user_api="blas").lib_controllers
+    ]

@@ -1,7 +1,7 @@
 """Log-probabilities of chosen tokens, and the entropy, from logits (N, V); statistics in float32 or better.
 
-Ids from vocab_size on take no part: probability 0, gradient 0. log p = logits[target]/T − lse, lse = log Σ exp(logits/T),
-entropy H = lse − Σ p·logits/T.
+Ids from vocab_size on take no part: probability 0, gradient 0. log p = logits[target]/T − lse, lse = log Σ
+exp(logits/T), entropy H = lse − Σ p·logits/T.
 """
 
 import numpy as np

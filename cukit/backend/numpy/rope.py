@@ -1,7 +1,7 @@
 """The q/k norm of Qwen3 (optional) and the rotary embedding, in one pass over the fused projection.
 
-qkv (T, (H + 2K)·D) holds the heads of q, then of k, then of v. Positions index the tables cos, sin (P, D/2), float32 or better.
-Rotation in the "half" layout of Hugging Face: pairs (i, i + D/2). Su et al. 2021, "RoFormer".
+qkv (T, (H + 2K)·D) holds the heads of q, then of k, then of v. Positions index the tables cos, sin (P, D/2), float32 or
+better. Rotation in the "half" layout of Hugging Face: pairs (i, i + D/2). Su et al. 2021, "RoFormer".
 """
 
 import numpy as np
@@ -15,7 +15,7 @@ def qk_norm_rope_forward(qkv, q_weight, k_weight, cos, sin, positions, num_heads
     num = num_heads + 2 * num_kv_heads
     heads = qkv.reshape(len(qkv), num, qkv.shape[1] // num)
     out = heads.copy()
-    rotated = out[:, :num_heads + num_kv_heads]
+    rotated = out[:, : num_heads + num_kv_heads]
     rstd = None
     if q_weight is not None:
         weight = _per_head(q_weight, k_weight, num_heads, num_kv_heads)
@@ -26,7 +26,9 @@ def qk_norm_rope_forward(qkv, q_weight, k_weight, cos, sin, positions, num_heads
     return out.reshape(qkv.shape), rstd
 
 
-def qk_norm_rope_backward(dq_weight, dk_weight, dout, qkv, q_weight, k_weight, rstd, cos, sin, positions, num_heads, num_kv_heads):
+def qk_norm_rope_backward(
+    dq_weight, dk_weight, dout, qkv, q_weight, k_weight, rstd, cos, sin, positions, num_heads, num_kv_heads
+):
     """dqkv like qkv; adds to dq_weight, dk_weight (unless None)."""
     num = num_heads + 2 * num_kv_heads
     shape = (len(qkv), num, qkv.shape[1] // num)
@@ -46,8 +48,12 @@ def qk_norm_rope_backward(dq_weight, dk_weight, dout, qkv, q_weight, k_weight, r
 
 def _per_head(q_weight, k_weight, num_heads, num_kv_heads):
     """(H + K, D): each head's norm weight."""
-    return np.concatenate([np.broadcast_to(q_weight, (num_heads, len(q_weight))),
-                           np.broadcast_to(k_weight, (num_kv_heads, len(k_weight)))])
+    return np.concatenate(
+        [
+            np.broadcast_to(q_weight, (num_heads, len(q_weight))),
+            np.broadcast_to(k_weight, (num_kv_heads, len(k_weight))),
+        ]
+    )
 
 
 def _rotate(out, x, cos, sin):
