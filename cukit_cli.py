@@ -15,8 +15,11 @@ import numpy as np
 
 import cukit
 from cukit.bench import GenerateBench, KernelsBench, TrainBench
-from cukit.config import DTYPES, EngineConfig, GRPOConfig, SamplingParams, SFTConfig, option
-from cukit.options import Command, engine_options, make, parse, resolve
+from cukit.commands.parser import Command, engine_options, make, parse, resolve
+from cukit.engine.config import EngineConfig, SamplingParams
+from cukit.models.config import DTYPES
+from cukit.options import option
+from cukit.trainers.config import GRPOConfig, SFTConfig
 
 TINY_MODEL, TRAIN_ROWS, TEST_ROWS = "data/tiny-qwen3", "data/arithmetic/train.jsonl", "data/arithmetic/test.jsonl"
 
@@ -87,7 +90,7 @@ def sft(values: dict) -> int:
 
 
 def _train(values: dict, args, trainer_class, **more) -> int:
-    from cukit.data import load_rows
+    from cukit.datasets.sources import load_rows
 
     class CommandLineTrainer(trainer_class):
         def run_config(self) -> dict:
@@ -177,11 +180,12 @@ def _generation_defaults(folder: Path) -> dict:
 
 
 def evaluate(values: dict) -> None:
-    from cukit.data import encode_prompt, load_rows, prompt_rows
+    from cukit.datasets.demonstrations import encode_prompt
+    from cukit.datasets.sources import load_rows, prompt_rows
     from cukit.models.weights import load_model, model_folder
     from cukit.tokenizer import Tokenizer
+    from cukit.trainers.rewarding import RewardScorer
     from cukit.trainers.rollout import Rollout
-    from cukit.trainers.score import RewardScorer
 
     options = make(EvalOptions, values)
     sampling = make(SamplingParams, {"temperature": options.temperature} | values)

@@ -9,10 +9,10 @@ __version__ = "0.1.0"
 
 _PUBLIC_NAMES = {
     "LLM": "cukit.engine.llm",
-    "SamplingParams": "cukit.config",
-    "GRPOConfig": "cukit.config",
+    "SamplingParams": "cukit.engine.config",
+    "GRPOConfig": "cukit.trainers.config",
     "GRPOTrainer": "cukit.trainers.grpo",
-    "SFTConfig": "cukit.config",
+    "SFTConfig": "cukit.trainers.config",
     "SFTTrainer": "cukit.trainers.sft",
 }
 __all__ = list(_PUBLIC_NAMES)

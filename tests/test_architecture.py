@@ -12,28 +12,28 @@ ROOT = Path(__file__).parent.parent
 PRODUCT = [ROOT / "cukit_cli.py", *sorted((ROOT / "cukit").rglob("*.py"))]
 
 # Layer -> the layers it may import (besides itself). A layer is a package or module of cukit, or the command line.
-STATE = {"optim", "data", "tokenizer", "checkpoint", "metrics", "rewards", "parallel"}
+BESIDE = {"optim", "datasets", "tokenizer", "runs", "rewards", "parallel"}
+BELOW_ENGINE = {"models", "ops", "autograd", "backend", "options"}
 LAYERS = {
-    "config": set(),
-    "backend.numpy": set(),
-    "backend.cuda": set(),
+    "options": set(),
+    "backend.numpy": {"backend"},
+    "backend.cuda": {"backend"},
     "backend": set(),
     "autograd": {"backend"},
     "ops": {"autograd", "backend"},
-    "models": {"ops", "autograd", "backend", "config"},
-    "optim": {"autograd", "backend", "config"},
-    "tokenizer": {"config"},
-    "data": {"tokenizer", "config"},
-    "rewards": {"config"},
-    "metrics": set(),
-    "parallel": {"backend", "config"},
-    "checkpoint": {"models", "backend", "config"},
-    "engine": {"models", "autograd", "backend", "tokenizer", "config"},
-    "trainers": {"engine", "models", "ops", "autograd", "backend", "config"} | STATE,
-    "bench": {"cukit", "trainers", "engine", "models", "ops", "autograd", "backend", "config"} | STATE,
-    "options": {"cukit", "checkpoint", "config"},
+    "models": {"ops", "autograd", "backend", "options"},
+    "optim": {"autograd", "backend", "models"},
+    "tokenizer": set(),
+    "datasets": {"tokenizer"},
+    "rewards": set(),
+    "parallel": {"backend"},
+    "runs": {"models", "backend"},
+    "engine": BELOW_ENGINE | {"tokenizer"},
+    "trainers": BELOW_ENGINE | BESIDE | {"engine"},
+    "bench": BELOW_ENGINE | BESIDE | {"cukit", "engine", "trainers"},
+    "commands": BELOW_ENGINE | BESIDE | {"cukit", "engine", "trainers", "bench"},
     "cukit": set(),
-    "cukit_cli": {"cukit", "options", "bench", "trainers", "engine", "models", "backend", "config"} | STATE,
+    "cukit_cli": BELOW_ENGINE | BESIDE | {"cukit", "commands", "engine", "trainers", "bench"},
 }
 RUNTIME_LIBRARIES = {
     "numpy",

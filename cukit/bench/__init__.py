@@ -5,7 +5,8 @@ options.
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..config import DTYPES, option
+from ..models.config import DTYPES
+from ..options import option
 
 WORKLOADS = ("N", "G", "decode")
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..config import EngineConfig, SamplingParams
+from ..engine.config import EngineConfig, SamplingParams
 from ..engine.llm import LLM
 from . import GenerateBench
 from .measure import memory_in_use, seconds_of

@@ -7,7 +7,7 @@ from types import ModuleType
 import numpy as np
 
 from ..backend import backend_for
-from ..config import ModelConfig
+from ..models.config import ModelConfig
 from ..models.decoder import Decoder
 from ..models.weights import load_config, load_model
 

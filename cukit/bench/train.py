@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..autograd import no_grad
-from ..models.scoring import batches_by_tokens, target_logprobs
+from ..models.logprobs import batches_by_tokens, target_logprobs
 from ..optim import AdamW
 from . import TrainBench
 from .measure import memory_in_use, peak_memory, seconds_of

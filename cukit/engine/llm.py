@@ -9,11 +9,11 @@ from dataclasses import dataclass, fields
 from operator import index
 from pathlib import Path
 
-from ..config import EngineConfig, SamplingParams
-from ..models.scoring import token_logprobs
+from ..models.logprobs import token_logprobs
 from ..models.weights import load_model, model_folder
 from ..tokenizer import Tokenizer
 from .block_manager import BlockManager
+from .config import EngineConfig, SamplingParams
 from .model_runner import ModelRunner, fit_memory
 from .scheduler import Scheduler, Step
 from .sequence import CompletionText, Request, Sequence, completion_text

@@ -12,8 +12,8 @@ from dataclasses import replace
 import numpy as np
 
 from ..autograd import Tensor, no_grad
-from ..config import EngineConfig
 from ..models.attend import PagedDecode, PagedPrefill
+from .config import EngineConfig
 from .decode_inputs import DecodeInputs
 from .scheduler import Step
 from .sequence import SEED_MASK, Sequence

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ..config import SamplingParams
 from ..tokenizer import IncrementalDecoder
+from .config import SamplingParams
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 SEED_MASK = (1 << 64) - 1

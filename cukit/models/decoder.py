@@ -10,8 +10,8 @@ import math
 import numpy as np
 
 from ..autograd import Tensor, recompute
-from ..config import ModelConfig
 from ..ops import add_rms_norm, embedding, linear, qk_norm_rope, silu_mul
+from .config import ModelConfig
 from .modules import Embedding, Linear, Module, RMSNorm
 
 

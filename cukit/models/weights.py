@@ -10,7 +10,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from ..backend import backend_for
-from ..config import ModelConfig
+from .config import ModelConfig
 from .decoder import Decoder
 
 STORED_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}

@@ -12,14 +12,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..autograd import no_grad
-from ..config import GRPOConfig
-from ..data import encode_prompt, prompt_rows
+from ..datasets.demonstrations import encode_prompt
+from ..datasets.sources import prompt_rows
 from ..models.decoder import Decoder
-from ..models.scoring import batches_by_tokens, target_logprobs
+from ..models.logprobs import batches_by_tokens, target_logprobs
 from ..ops import policy_loss
 from .advantage import POLICY_KINDS, group_advantages, token_weights
+from .config import GRPOConfig
+from .rewarding import RewardScorer, completion_rows, nan_mean, sample_metrics
 from .rollout import GenerationBatch, Rollout, Samples, prompt_seed
-from .score import RewardScorer, completion_rows, nan_mean, sample_metrics
 from .trainer import Trainer
 
 SILENT_BATCHES = 10  # generation batches without any reward after which the user is told

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..config import SamplingParams
+from ..engine.config import SamplingParams
 from ..engine.llm import LLM
 
 

@@ -9,10 +9,11 @@ import numpy as np
 
 from ..autograd import no_grad
 from ..backend import backend_for
-from ..data import encode_sft_rows, pack
+from ..datasets.demonstrations import encode_sft_rows
+from ..datasets.sampler import pack
 from ..models.decoder import Decoder
-from ..models.scoring import batches_by_tokens
-from ..models.scoring import pack as pack_sequences
+from ..models.logprobs import batches_by_tokens
+from ..models.logprobs import pack as pack_sequences
 from ..models.weights import load_config
 from ..ops import index_rows, lm_head_logprobs
 from .trainer import Trainer

@@ -14,12 +14,15 @@ from pathlib import Path
 
 import numpy as np
 
-from .. import checkpoint
-from ..data import EpochSampler, load_rows
-from ..metrics import MetricsLogger, Progress, Timer
+from ..datasets.sampler import EpochSampler
+from ..datasets.sources import load_rows
 from ..models.decoder import Decoder
 from ..models.weights import load_model, model_folder, save_model
 from ..optim import AdamW, learning_rate_factor
+from ..runs import checkpoint
+from ..runs.folder import open_run_folder, write_run_config
+from ..runs.metrics import MetricsLogger, Timer
+from ..runs.progress import Progress
 from ..tokenizer import Tokenizer
 
 # In a logged row these are the newest value; every other metric is the mean over the steps since the last row.
@@ -260,7 +263,7 @@ class Trainer(ABC):
         source = checkpoint.find_checkpoint(resume, args.output_dir) if resume else None
         # a run that is resumed goes on in its own folder unless another is named
         folder = args.output_dir or (str(source.parent) if source else None)
-        self.run_folder = checkpoint.open_run_folder(folder, self.label, resume=source is not None)
+        self.run_folder = open_run_folder(folder, self.label, resume=source is not None)
         decays = {
             id(p): not name.endswith("bias") and "norm" not in name for name, p in self.model.named_parameters().items()
         }
@@ -276,7 +279,7 @@ class Trainer(ABC):
         if source:
             self._resume(source)
         if not (Path(self.run_folder) / "config.yaml").exists():
-            checkpoint.write_run_config(self.run_folder, self.run_config())
+            write_run_config(self.run_folder, self.run_config())
         self.logger = MetricsLogger(self.run_folder, self.global_step if source else None)
 
     def run_config(self) -> dict:

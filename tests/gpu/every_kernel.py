@@ -22,9 +22,9 @@ from cukit.autograd import no_grad  # noqa: E402
 from cukit.backend import backend_for  # noqa: E402
 from cukit.backend.cuda import compile as compiler  # noqa: E402
 from cukit.backend.cuda import loader  # noqa: E402
-from cukit.config import SamplingParams  # noqa: E402
+from cukit.engine.config import SamplingParams  # noqa: E402
 from cukit.engine.llm import LLM  # noqa: E402
-from cukit.models.scoring import pack, target_logprobs  # noqa: E402
+from cukit.models.logprobs import pack, target_logprobs  # noqa: E402
 from cukit.models.weights import load_model  # noqa: E402
 from cukit.optim import AdamW  # noqa: E402
 

@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 
 from cukit.backend import backend_for
-from cukit.config import ModelConfig, SamplingParams
+from cukit.engine.config import SamplingParams
 from cukit.engine.llm import LLM
+from cukit.models.config import ModelConfig
 from cukit.models.decoder import Decoder
 from cukit.models.weights import load_model
 

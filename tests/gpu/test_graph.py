@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from cukit.backend import backend_for
-from cukit.config import SamplingParams
+from cukit.engine.config import SamplingParams
 from cukit.engine.llm import LLM
 from cukit.models.weights import load_model
 

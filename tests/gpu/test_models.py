@@ -7,7 +7,7 @@ import pytest
 from check import ulp
 
 from cukit.autograd import no_grad
-from cukit.models.scoring import pack, target_logprobs
+from cukit.models.logprobs import pack, target_logprobs
 from cukit.models.weights import load_model
 
 pytestmark = pytest.mark.gpu

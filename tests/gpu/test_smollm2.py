@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from cukit.autograd import no_grad
-from cukit.config import SamplingParams
+from cukit.engine.config import SamplingParams
 from cukit.engine.llm import LLM
-from cukit.models.scoring import pack
+from cukit.models.logprobs import pack
 from cukit.models.weights import load_model
 from cukit.tokenizer import Tokenizer
 

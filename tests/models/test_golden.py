@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from cukit.autograd import no_grad
-from cukit.models.scoring import pack, target_logprobs, token_logprobs
+from cukit.models.logprobs import pack, target_logprobs, token_logprobs
 from cukit.models.weights import load_model
 from cukit.optim import AdamW
 

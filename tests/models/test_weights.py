@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from cukit.models.scoring import token_logprobs
+from cukit.models.logprobs import token_logprobs
 from cukit.models.weights import load_config, load_model, save_model
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -52,7 +52,7 @@ def test_both_styles_of_config_mean_the_same_model(name):
     hub, transformers5 = (
         json.loads((GOLDEN / name / file).read_text()) for file in ("config.json", "config_transformers5.json")
     )
-    from cukit.config import ModelConfig
+    from cukit.models.config import ModelConfig
 
     assert ModelConfig.from_json(hub) == ModelConfig.from_json(transformers5)
 

@@ -18,9 +18,9 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from cukit.autograd import no_grad  # noqa: E402
 from cukit.backend import backend_for  # noqa: E402
-from cukit.config import ModelConfig  # noqa: E402
+from cukit.models.config import ModelConfig  # noqa: E402
 from cukit.models.decoder import Decoder  # noqa: E402
-from cukit.models.scoring import pack, target_logprobs  # noqa: E402
+from cukit.models.logprobs import pack, target_logprobs  # noqa: E402
 
 QWEN3_06B = dict(
     architectures=["Qwen3ForCausalLM"],

@@ -18,7 +18,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from check import ulp  # noqa: E402
 
-from cukit.models.scoring import target_logprobs  # noqa: E402
+from cukit.models.logprobs import target_logprobs  # noqa: E402
 from cukit.models.weights import load_model  # noqa: E402
 
 GOLDEN = ROOT / "tests" / "golden"

@@ -10,7 +10,7 @@ import pytest
 
 from cukit import GRPOConfig, GRPOTrainer
 from cukit.backend import backend_for
-from cukit.config import ModelConfig
+from cukit.models.config import ModelConfig
 from cukit.models.decoder import Decoder
 from cukit.tokenizer import Tokenizer
 

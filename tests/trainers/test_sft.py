@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from cukit import SFTConfig, SFTTrainer
-from cukit.data import encode_sft
-from cukit.models.scoring import token_logprobs
+from cukit.datasets.demonstrations import encode_sft
+from cukit.models.logprobs import token_logprobs
 from cukit.models.weights import load_model
 
 from .conftest import FOLDER, logged, weights_of

@@ -11,11 +11,11 @@ import yaml
 from safetensors.numpy import load_file, save_file
 
 import cukit_cli
-from cukit.config import GRPOConfig, SFTConfig
-from cukit.metrics import read_jsonl
-from cukit.options import make, parse, resolve
+from cukit.commands.parser import make, parse, resolve
+from cukit.runs.metrics import read_jsonl
+from cukit.trainers.config import GRPOConfig, SFTConfig
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 def options(*argv: str) -> dict:

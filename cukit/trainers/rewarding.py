@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..data import is_conversational, reward_columns
+from ..datasets.sources import is_conversational, reward_columns
 from ..rewards import call_reward, load_reward, reward_name
 from .advantage import combine_rewards
 from .rollout import Samples

@@ -5,7 +5,8 @@ import time
 
 import numpy as np
 
-from cukit.metrics import MetricsLogger, Progress, Timer, format_seconds, read_jsonl
+from cukit.runs.metrics import MetricsLogger, Timer, read_jsonl
+from cukit.runs.progress import Progress, format_seconds
 
 
 def test_rows_hold_plain_json(tmp_path):

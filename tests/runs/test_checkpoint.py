@@ -7,18 +7,17 @@ import pytest
 import yaml
 from safetensors.numpy import load_file
 
-from cukit.checkpoint import (
+from cukit.models.weights import load_model
+from cukit.runs.checkpoint import (
     checkpoint_folder,
     find_checkpoint,
     latest_checkpoint,
     list_checkpoints,
     load_checkpoint,
-    open_run_folder,
     rotate_checkpoints,
     save_checkpoint,
-    write_run_config,
 )
-from cukit.models.weights import load_model
+from cukit.runs.folder import open_run_folder, write_run_config
 
 
 @pytest.fixture

@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from cukit import data
+from cukit.datasets.demonstrations import encode_prompt, encode_sft, encode_sft_rows
+from cukit.datasets.sampler import EpochSampler, pack
+from cukit.datasets.sources import load_rows, prompt_of, prompt_rows, reward_columns
 from cukit.tokenizer import Tokenizer
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests" / "golden"
 
 
@@ -57,7 +59,7 @@ def learnt(tokenizer, ids, mask):
 def test_load_rows(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text('\ufeff{"prompt": "é"}\n\n{"prompt": "2"}', encoding="utf-8")
-    assert data.load_rows(path) == [{"prompt": "é"}, {"prompt": "2"}] == data.load_rows(data.load_rows(path))
+    assert load_rows(path) == [{"prompt": "é"}, {"prompt": "2"}] == load_rows(load_rows(path))
 
 
 @pytest.mark.parametrize(
@@ -75,49 +77,49 @@ def test_load_rows_errors(tmp_path, content, message):
     path = tmp_path / "rows.jsonl"
     path.write_bytes(content)
     with pytest.raises(ValueError, match=message) as caught:
-        data.load_rows(path)
+        load_rows(path)
     assert "\n" not in str(caught.value) and "rows.jsonl" in str(caught.value)
 
 
 def test_load_rows_other_errors(tmp_path):
     with pytest.raises(ValueError, match="does not exist"):
-        data.load_rows(tmp_path / "nothing.jsonl")
+        load_rows(tmp_path / "nothing.jsonl")
     with pytest.raises(ValueError, match="no rows"):
-        data.load_rows([])
+        load_rows([])
     with pytest.raises(ValueError, match="row 1 is not an object but str"):
-        data.load_rows([{}, "x"])
+        load_rows([{}, "x"])
 
 
 def test_prompts():
-    assert data.prompt_of({"prompt": "a", "question": "b"}) == "a"
-    assert data.prompt_of({"question": "b", "answer": "#### 1"}) == [user("b")] == data.prompt_of({"problem": "b"})
-    rows = data.prompt_rows([{"question": "b", "answer": "1"}])
+    assert prompt_of({"prompt": "a", "question": "b"}) == "a"
+    assert prompt_of({"question": "b", "answer": "#### 1"}) == [user("b")] == prompt_of({"problem": "b"})
+    rows = prompt_rows([{"question": "b", "answer": "1"}])
     assert rows == [{"prompt": [user("b")], "question": "b", "answer": "1"}]
     with pytest.raises(ValueError, match=r"data row 1: no 'prompt' column \(columns found: query, answer\)"):
-        data.prompt_rows([{"prompt": "1"}, {"query": "2", "answer": "3"}])
+        prompt_rows([{"prompt": "1"}, {"query": "2", "answer": "3"}])
     for wrong in (None, 3, [], ["text"], [{"content": "no role"}]):
         with pytest.raises(ValueError, match="column 'prompt' must be text or a list"):
-            data.prompt_of({"prompt": wrong})
+            prompt_of({"prompt": wrong})
 
 
 def test_reward_columns():
     rows = [{"prompt": "1", "completion": "2", "answer": "3"}, {"prompt": "4", "level": 5}]
-    assert data.reward_columns(rows) == {"answer": ["3", None], "level": [None, 5]}
+    assert reward_columns(rows) == {"answer": ["3", None], "level": [None, 5]}
 
 
 # ---- ids ----
 
 
 def test_encode_prompt(tiny, qwen):
-    ids = data.encode_prompt({"prompt": [user("1+1")]}, tiny)
+    ids = encode_prompt({"prompt": [user("1+1")]}, tiny)
     assert tiny.decode(ids, False) == "<|im_start|>user\n1+1<|im_end|>\n<|im_start|>assistant\n"
-    assert data.encode_prompt({"prompt": "1+1"}, tiny) == tiny.encode("1+1")
-    ids = data.encode_prompt({"question": "1+1"}, qwen, {"enable_thinking": False})
+    assert encode_prompt({"prompt": "1+1"}, tiny) == tiny.encode("1+1")
+    ids = encode_prompt({"question": "1+1"}, qwen, {"enable_thinking": False})
     assert qwen.decode(ids, False).endswith("<think>\n\n</think>\n\n")
     with pytest.raises(ValueError, match="ends with an assistant message"):
-        data.encode_prompt({"prompt": [user("1"), assistant("2")]}, tiny)
+        encode_prompt({"prompt": [user("1"), assistant("2")]}, tiny)
     with pytest.raises(ValueError, match="has no tokens"):
-        data.encode_prompt({"prompt": ""}, tiny)
+        encode_prompt({"prompt": ""}, tiny)
 
 
 @pytest.mark.parametrize(
@@ -129,30 +131,30 @@ def test_encode_prompt(tiny, qwen):
     ],
 )
 def test_conversational_demonstration(tiny, row):
-    ids, mask = data.encode_sft(row, tiny)
+    ids, mask = encode_sft(row, tiny)
     assert learnt(tiny, ids, mask) == ["####2<|im_end|>"] and mask[-1] == 1
-    prompt = data.encode_prompt({"prompt": [user("1+1")]}, tiny)
+    prompt = encode_prompt({"prompt": [user("1+1")]}, tiny)
     assert ids[: len(prompt)] == prompt and mask[: len(prompt)] == [0] * len(prompt)
 
 
 def test_standard_demonstration(tiny, qwen):
-    ids, mask = data.encode_sft({"prompt": "1+1=", "completion": "2"}, tiny)
+    ids, mask = encode_sft({"prompt": "1+1=", "completion": "2"}, tiny)
     assert learnt(tiny, ids, mask) == ["2<|im_end|>"] and ids == tiny.encode("1+1=2<|im_end|>")
-    assert data.encode_sft({"prompt": "1+1=", "completion": "2<|im_end|>"}, tiny) == (ids, mask)
-    ids, mask = data.encode_sft({"prompt": "un", "completion": "believable"}, qwen)
+    assert encode_sft({"prompt": "1+1=", "completion": "2<|im_end|>"}, tiny) == (ids, mask)
+    ids, mask = encode_sft({"prompt": "un", "completion": "believable"}, qwen)
     assert ids[:1] == qwen.encode("un") and learnt(qwen, ids, mask) == ["believable<|im_end|>"]
-    ids, mask = data.encode_sft({"text": "1+1"}, tiny)
+    ids, mask = encode_sft({"text": "1+1"}, tiny)
     assert ids == tiny.encode("1+1<|im_end|>") and mask == [1] * 4
 
 
 def test_several_turns(tiny, qwen):
     conversation = [user("1"), assistant("2"), user("3"), assistant("4")]
-    ids, mask = data.encode_sft({"messages": conversation}, tiny)
+    ids, mask = encode_sft({"messages": conversation}, tiny)
     assert learnt(tiny, ids, mask) == ["2<|im_end|>", "4<|im_end|>"]
     assert ids == tiny.apply_chat_template(conversation)[:-1]
-    ids, mask = data.encode_sft({"prompt": conversation[:3], "completion": conversation[3:]}, tiny)
+    ids, mask = encode_sft({"prompt": conversation[:3], "completion": conversation[3:]}, tiny)
     assert learnt(tiny, ids, mask) == ["4<|im_end|>"]
-    ids, mask = data.encode_sft({"messages": conversation[:3]}, tiny)
+    ids, mask = encode_sft({"messages": conversation[:3]}, tiny)
     assert learnt(tiny, ids, mask) == ["2<|im_end|>"] and ids == tiny.apply_chat_template(conversation[:3])
 
 
@@ -160,13 +162,13 @@ def test_qwen3_template(qwen):
     """Its template drops earlier thoughts and writes an empty think block into the last answer only."""
     conversation = [user("1"), assistant("<think>\na\n</think>\n\n2"), user("3"), assistant("4")]
     think = "<think>\n\n</think>\n\n"
-    ids, mask = data.encode_sft({"messages": conversation}, qwen)
+    ids, mask = encode_sft({"messages": conversation}, qwen)
     assert learnt(qwen, ids, mask) == ["2<|im_end|>", think + "4<|im_end|>"]
-    ids, mask = data.encode_sft({"messages": conversation}, qwen, chat_template_kwargs={"enable_thinking": False})
+    ids, mask = encode_sft({"messages": conversation}, qwen, chat_template_kwargs={"enable_thinking": False})
     assert learnt(qwen, ids, mask) == ["2<|im_end|>", "4<|im_end|>"]
     assert ids == qwen.apply_chat_template(conversation)[:-1]
     conversation[1] = assistant("<b>2</b>")
-    ids, mask = data.encode_sft({"messages": conversation}, qwen, chat_template_kwargs={"enable_thinking": False})
+    ids, mask = encode_sft({"messages": conversation}, qwen, chat_template_kwargs={"enable_thinking": False})
     assert learnt(qwen, ids, mask) == ["<b>2</b><|im_end|>", "4<|im_end|>"]
 
 
@@ -179,7 +181,7 @@ def test_tool_output_is_not_learnt(qwen):
         {"role": "tool", "content": "5"},
         assistant("It is 5."),
     ]
-    ids, mask = data.encode_sft({"messages": conversation, "tools": tools}, qwen)
+    ids, mask = encode_sft({"messages": conversation, "tools": tools}, qwen)
     first, second = learnt(qwen, ids, mask)
     assert first == '<tool_call>\n{"name": "add", "arguments": {"a": 2}}\n</tool_call><|im_end|>'
     assert second.endswith("It is 5.<|im_end|>") and "tool_response" not in second
@@ -191,34 +193,34 @@ def test_template_that_is_not_prefix_preserving(tmp_path, tiny):
     template = "{{ messages|length }}{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
     (folder / "chat_template.jinja").write_text(template)
     with pytest.raises(ValueError, match="renders the messages before message 1 differently"):
-        data.encode_sft({"messages": [user("1"), assistant("2")]}, Tokenizer.from_folder(folder))
+        encode_sft({"messages": [user("1"), assistant("2")]}, Tokenizer.from_folder(folder))
 
 
 def test_end_token_is_added_where_the_template_has_none(tmp_path, tiny):
     tiny.save(tmp_path / "model")
     (tmp_path / "model" / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}\n{% endfor %}")
-    ids, mask = data.encode_sft({"messages": [user("1"), assistant("2")]}, Tokenizer.from_folder(tmp_path / "model"))
+    ids, mask = encode_sft({"messages": [user("1"), assistant("2")]}, Tokenizer.from_folder(tmp_path / "model"))
     assert learnt(tiny, ids, mask) == ["2\n<|im_end|>"]
 
 
 def test_nothing_to_learn_is_refused(tiny):
     with pytest.raises(ValueError, match="nothing to learn"):
-        data.encode_sft({"messages": [user("1"), user("2")]}, tiny)
+        encode_sft({"messages": [user("1"), user("2")]}, tiny)
     with pytest.raises(ValueError, match=r"data row 1: no 'completion' column \(columns found: prompt\)"):
-        data.encode_sft_rows([{"text": "1"}, {"prompt": "1"}], tiny)
+        encode_sft_rows([{"text": "1"}, {"prompt": "1"}], tiny)
     with pytest.raises(ValueError, match="both be text or both be message lists"):
-        data.encode_sft({"prompt": [user("1")], "completion": "2"}, tiny)
+        encode_sft({"prompt": [user("1")], "completion": "2"}, tiny)
 
 
 def test_truncation_counts_and_skips(tiny):
     rows = [{"prompt": "1" * 9, "completion": "22"}, {"prompt": "1", "completion": "2" * 20}, {"text": "12"}]
-    examples, counts = data.encode_sft_rows(rows, tiny, max_length=9)
+    examples, counts = encode_sft_rows(rows, tiny, max_length=9)
     assert counts == {"truncated": 2, "skipped": 1}
     assert [len(ids) for ids, _ in examples] == [9, 3] and examples[0][1] == [0] + [1] * 8
-    ids, mask = data.encode_sft(rows[0], tiny, max_length=9)
+    ids, mask = encode_sft(rows[0], tiny, max_length=9)
     assert ids == tiny.encode("1" * 9) and mask == [0] * 9
     with pytest.raises(ValueError, match="max_length=9 cuts off every completion of the 1 rows"):
-        data.encode_sft_rows(rows[:1], tiny, max_length=9)
+        encode_sft_rows(rows[:1], tiny, max_length=9)
 
 
 # ---- batches ----
@@ -228,39 +230,39 @@ def test_pack():
     rng = random.Random(0)
     for count, limit in [(0, 5), (1, 7), (97, 31), (1000, 256)]:
         lengths = [rng.randint(1, limit) for _ in range(count)]
-        bins = data.pack(lengths, limit)
+        bins = pack(lengths, limit)
         assert sorted(index for members in bins for index in members) == list(range(count))
         assert all(sum(lengths[index] for index in members) <= limit for members in bins)
-        assert bins == data.pack(lengths, limit)
+        assert bins == pack(lengths, limit)
         if count > 90:
             assert len(bins) <= 1.1 * sum(lengths) / limit + 1
-    assert data.pack([6, 5, 4, 3, 2], 10) == [[0, 2], [1, 3, 4]]
+    assert pack([6, 5, 4, 3, 2], 10) == [[0, 2], [1, 3, 4]]
     with pytest.raises(ValueError, match="sequence 1 has 11 tokens, more than max_tokens_per_batch=10"):
-        data.pack([1, 11], 10)
+        pack([1, 11], 10)
 
 
 def test_sampler_gives_each_row_once_an_epoch():
-    sampler = data.EpochSampler(10, seed=3)
+    sampler = EpochSampler(10, seed=3)
     taken = [index for count in (4, 4, 7, 15) for index in sampler.take(count)]
     assert all(sorted(taken[start : start + 10]) == list(range(10)) for start in (0, 10, 20))
     assert taken[:10] != taken[10:20] and sampler.epochs_done == 3.0
-    assert data.EpochSampler(10, seed=3).take(30) == taken != data.EpochSampler(10, seed=4).take(30)
-    assert data.EpochSampler(3, shuffle=False).take(5) == [0, 1, 2, 0, 1]
+    assert EpochSampler(10, seed=3).take(30) == taken != EpochSampler(10, seed=4).take(30)
+    assert EpochSampler(3, shuffle=False).take(5) == [0, 1, 2, 0, 1]
 
 
 def test_sampler_resumes():
-    sampler = data.EpochSampler(7, seed=1)
+    sampler = EpochSampler(7, seed=1)
     for count in (0, 3, 4, 5):
         sampler.take(count)
-        resumed = data.EpochSampler(7, seed=1)
+        resumed = EpochSampler(7, seed=1)
         resumed.load_state(json.loads(json.dumps(sampler.state_dict())))
-        expected = data.EpochSampler(7, seed=1)
+        expected = EpochSampler(7, seed=1)
         expected.load_state(sampler.state_dict())
         assert resumed.take(20) == expected.take(20)
     following = sampler.take(9)
-    assert data.EpochSampler(7, seed=1).take(21)[12:] == following
+    assert EpochSampler(7, seed=1).take(21)[12:] == following
     with pytest.raises(ValueError, match="written with num_rows=7, this run has 8"):
-        data.EpochSampler(8, seed=1).load_state(sampler.state_dict())
+        EpochSampler(8, seed=1).load_state(sampler.state_dict())
 
 
 # ---- the bundled task ----
@@ -276,7 +278,7 @@ def test_bundled_files_are_what_the_scripts_write(tmp_path):
 
 
 def test_bundled_task(tiny):
-    files = {name: data.load_rows(ROOT / "data" / "arithmetic" / f"{name}.jsonl") for name in ("sft", "train", "test")}
+    files = {name: load_rows(ROOT / "data" / "arithmetic" / f"{name}.jsonl") for name in ("sft", "train", "test")}
     assert {name: len(rows) for name, rows in files.items()} == {"sft": 16000, "train": 4000, "test": 512}
     questions = [row["prompt"][0]["content"] for rows in files.values() for row in rows]
     assert len(set(questions)) == len(questions)
@@ -290,7 +292,7 @@ def test_bundled_task(tiny):
             left, result = step.split("=")
             assert abs(evaluate(left) - int(result)) in (0, 10) and int(result) >= 0
     assert 0.5 < right / len(files["sft"]) < 0.6
-    examples, counts = data.encode_sft_rows(files["sft"], tiny, max_length=64)
+    examples, counts = encode_sft_rows(files["sft"], tiny, max_length=64)
     assert counts == {"truncated": 0, "skipped": 0} and max(len(ids) for ids, _ in examples) < 48
     assert all(tiny.token_to_id("<unk>") not in ids for ids, _ in examples)
 

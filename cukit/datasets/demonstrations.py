@@ -1,114 +1,10 @@
-"""JSONL rows -> token ids: TRL's row forms, completion-only masks, packing without padding, an epoch sampler.
+"""Rows -> token ids and masks: prompts to continue, and demonstrations with the loss on what the assistant says."""
 
-Row forms (other columns are kept, rewards get them):
-    {"prompt": text or messages}                        reinforcement learning
-    {"prompt": ..., "completion": ...}                  both text, or both message lists
-    {"messages": [...]}                                 loss on what the assistant says
-    {"text": ...}                                       loss on everything
-    {"question": text} or {"problem": text}             stands for a user's message; "answer" or "solution" is the
-                                                        completion where one is needed (GSM8K's and MATH's columns)
-"""
-
-import bisect
-import json
 import os
 from collections.abc import Sequence
-from pathlib import Path
 
-import numpy as np
-
-from cukit.tokenizer import Tokenizer
-
-QUESTION_COLUMNS = {"question": "answer", "problem": "solution"}
-
-
-# ---- rows ----
-
-
-def load_rows(source: str | os.PathLike | Sequence[dict]) -> list[dict]:
-    """Rows of a JSONL file, or a list of rows as it is; ValueError with the line number if a line is no JSON object."""
-    if not isinstance(source, (str, os.PathLike)):
-        rows = list(source)
-        for index, row in enumerate(rows):
-            if not isinstance(row, dict):
-                raise ValueError(f"data row {index} is not an object but {type(row).__name__}: {row!r:.60}")
-        if not rows:
-            raise ValueError("the data has no rows")
-        return rows
-    path = Path(source)
-    if not path.is_file():
-        raise ValueError(f"data file {str(path)!r} does not exist")
-    rows = []
-    try:
-        with path.open(encoding="utf-8-sig") as file:
-            for number, line in enumerate(file, start=1):
-                if line.strip():
-                    rows.append(_parse_line(line, f"{path}, line {number}"))
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}, after line {len(rows)}: not UTF-8 text ({error.reason})") from error
-    if not rows:
-        raise ValueError(f"{path}: empty file; expected one JSON object a line")
-    return rows
-
-
-def _parse_line(line: str, where: str) -> dict:
-    try:
-        row = json.loads(line)
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise ValueError(f"{where}: malformed JSON: {error}") from error
-    if not isinstance(row, dict):
-        raise ValueError(f"{where}: expected a JSON object, got {type(row).__name__} {line.strip()[:40]!r}")
-    return row
-
-
-def prompt_of(row: dict) -> str | list[dict]:
-    """The row's prompt: text, or a message list (also made from a "question" or "problem" column)."""
-    if "prompt" in row:
-        return _checked(row["prompt"], "prompt")
-    for column in QUESTION_COLUMNS:
-        if column in row:
-            if not isinstance(row[column], str):
-                raise ValueError(f"column {column!r} must be text, got {row[column]!r:.60}")
-            return [{"role": "user", "content": row[column]}]
-    raise ValueError(f"no 'prompt' column (columns found: {_names(row)})")
-
-
-def prompt_rows(rows: Sequence[dict]) -> list[dict]:
-    """Copies of the rows with a checked "prompt" column; ValueError that names the row if one has none."""
-    return [{**row, "prompt": _located(prompt_of, index, row)} for index, row in enumerate(rows)]
-
-
-def reward_columns(rows: Sequence[dict]) -> dict[str, list]:
-    """A reward's keywords: each column but prompt and completion as a list over the rows, None where a row lacks it."""
-    names = dict.fromkeys(name for row in rows for name in row)
-    return {name: [row.get(name) for row in rows] for name in names if name not in ("prompt", "completion")}
-
-
-def is_conversational(prompt: str | list[dict]) -> bool:
-    return not isinstance(prompt, str)
-
-
-def _checked(value, column: str) -> str | list[dict]:
-    if isinstance(value, str):
-        return value
-    well_formed = isinstance(value, list) and value and all(isinstance(m, dict) and "role" in m for m in value)
-    if not well_formed:
-        raise ValueError(f"column {column!r} must be text or a list of {{role, content}} messages, got {value!r:.60}")
-    return value
-
-
-def _names(row: dict) -> str:
-    return ", ".join(map(str, row)) or "none"
-
-
-def _located(function, index: int, row: dict, *arguments):
-    try:
-        return function(row, *arguments)
-    except ValueError as error:
-        raise ValueError(f"data row {index}: {error}") from error
-
-
-# ---- ids ----
+from ..tokenizer import Tokenizer
+from .sources import QUESTION_COLUMNS, checked_column, column_names, located, prompt_of
 
 
 def encode_prompt(row: dict, tokenizer: Tokenizer, chat_template_kwargs: dict | None = None) -> list[int]:
@@ -141,7 +37,9 @@ def encode_sft(
     """
     ids, mask = _encode_demonstration(row, tokenizer, chat_template_kwargs or {})
     if not any(mask[1:]):  # the first token has nothing before it to be predicted from
-        raise ValueError(f"nothing to learn: no assistant message, completion or text (columns found: {_names(row)})")
+        raise ValueError(
+            f"nothing to learn: no assistant message, completion or text (columns found: {column_names(row)})"
+        )
     return ids[:max_length], mask[:max_length]
 
 
@@ -154,7 +52,7 @@ def encode_sft_rows(
     """
     examples, counts = [], {"truncated": 0, "skipped": 0}
     for index, row in enumerate(rows):
-        ids, mask = _located(encode_sft, index, row, tokenizer, None, chat_template_kwargs)
+        ids, mask = located(encode_sft, index, row, tokenizer, None, chat_template_kwargs)
         if max_length is not None and len(ids) > max_length:
             ids, mask = ids[:max_length], mask[:max_length]
             counts["truncated"] += 1
@@ -169,7 +67,7 @@ def encode_sft_rows(
 
 def _encode_demonstration(row: dict, tokenizer: Tokenizer, template_arguments: dict) -> tuple[list[int], list[int]]:
     if "messages" in row and "prompt" not in row:
-        messages = _checked(row["messages"], "messages")
+        messages = checked_column(row["messages"], "messages")
         if isinstance(messages, str):
             raise ValueError("column 'messages' must be a list of {role, content} messages, got text")
         return _encode_conversation(messages, 0, row.get("tools"), tokenizer, template_arguments)
@@ -193,12 +91,12 @@ def _encode_demonstration(row: dict, tokenizer: Tokenizer, template_arguments: d
 
 def _completion_of(row: dict) -> str | list[dict]:
     if "completion" in row:
-        return _checked(row["completion"], "completion")
+        return checked_column(row["completion"], "completion")
     if "prompt" not in row:
         for question, answer in QUESTION_COLUMNS.items():
             if question in row and isinstance(row.get(answer), str):
                 return [{"role": "assistant", "content": row[answer]}]
-    raise ValueError(f"no 'completion' column (columns found: {_names(row)})")
+    raise ValueError(f"no 'completion' column (columns found: {column_names(row)})")
 
 
 def _with_end(ids: list[int], tokenizer: Tokenizer) -> list[int]:
@@ -278,75 +176,3 @@ def _answer_stop(text: str, start: int, through_answer: str, ends: list[str]) ->
     if not stops:
         raise ValueError("the chat template writes no end token after an assistant message")
     return min(stops)
-
-
-# ---- batches ----
-
-
-def pack(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Indices of `lengths` in bins of at most `max_tokens`: best fit decreasing, deterministic, nothing is padded."""
-    bins: list[list[int]] = []
-    room: list[tuple[int, int]] = []  # (tokens left, bin), sorted
-    for index in sorted(range(len(lengths)), key=lambda item: (-lengths[item], item)):
-        length = lengths[index]
-        if length > max_tokens:
-            raise ValueError(
-                f"sequence {index} has {length} tokens, more than max_tokens_per_batch={max_tokens}; raise it"
-            )
-        slot = bisect.bisect_left(room, (length, -1))
-        if slot < len(room):
-            left, chosen = room.pop(slot)
-        else:
-            left, chosen = max_tokens, len(bins)
-            bins.append([])
-        bins[chosen].append(index)
-        bisect.insort(room, (left - length, chosen))
-    return [sorted(bin_) for bin_ in bins]
-
-
-class EpochSampler:
-    """Row indices, each exactly once an epoch, in an order that depends on (seed, epoch) only.
-
-    `take(count)` goes on into the next epoch when one ends. `state_dict` and `load_state` resume exactly.
-    """
-
-    def __init__(self, num_rows: int, seed: int = 0, shuffle: bool = True):
-        if num_rows < 1:
-            raise ValueError("the data has no rows")
-        self.num_rows, self.seed, self.shuffle = num_rows, seed, shuffle
-        self.epoch, self.position = 0, 0
-        self._order = self._permutation()
-
-    @property
-    def epochs_done(self) -> float:
-        return self.epoch + self.position / self.num_rows
-
-    def take(self, count: int) -> list[int]:
-        taken: list[int] = []
-        while len(taken) < count:
-            if self.position == self.num_rows:
-                self.epoch, self.position = self.epoch + 1, 0
-                self._order = self._permutation()
-            piece = self._order[self.position : self.position + count - len(taken)]
-            self.position += len(piece)
-            taken += piece
-        return taken
-
-    def state_dict(self) -> dict:
-        names = ("num_rows", "seed", "shuffle", "epoch", "position")
-        return {name: getattr(self, name) for name in names}
-
-    def load_state(self, state: dict) -> None:
-        for name in ("num_rows", "seed", "shuffle"):
-            if state[name] != getattr(self, name):
-                raise ValueError(
-                    f"the checkpoint was written with {name}={state[name]}, this run has {getattr(self, name)}; "
-                    "resume with the same data and seed"
-                )
-        self.epoch, self.position = state["epoch"], state["position"]
-        self._order = self._permutation()
-
-    def _permutation(self) -> list[int]:
-        if not self.shuffle:
-            return list(range(self.num_rows))
-        return np.random.default_rng([self.seed, self.epoch]).permutation(self.num_rows).tolist()

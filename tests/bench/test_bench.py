@@ -16,9 +16,9 @@ from cukit.bench.measure import Limits, peak_memory, random_array, time_calls
 from cukit.bench.report import cells, headline
 from cukit.bench.subject import SHAPES, choose_subject
 from cukit.bench.train import make_step
-from cukit.config import ModelConfig
+from cukit.commands.parser import bundled
+from cukit.models.config import ModelConfig
 from cukit.models.weights import load_config
-from cukit.options import bundled
 
 SMALL = [
     "--tokens",

@@ -10,7 +10,7 @@ from cukit.rewards import boxed, call_reward, exact, gsm8k, gsm8k_strict, load_r
 from cukit.rewards.answer import last_boxed, parse_number, same_answer
 
 ROWS = [
-    json.loads(line) for line in (Path(__file__).parent / "golden" / "boxed_synthetic.jsonl").open(encoding="utf-8")
+    json.loads(line) for line in (Path(__file__).parents[1] / "golden" / "boxed_synthetic.jsonl").open(encoding="utf-8")
 ]
 
 

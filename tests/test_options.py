@@ -5,7 +5,9 @@ from dataclasses import fields, replace
 
 import pytest
 
-from cukit.config import EngineConfig, GRPOConfig, ModelConfig, SamplingParams, SFTConfig
+from cukit.engine.config import EngineConfig, SamplingParams
+from cukit.models.config import ModelConfig
+from cukit.trainers.config import GRPOConfig, SFTConfig
 
 MODELS = ["qwen3_tiny", "qwen2_tiny", "llama_tiny", "llama3_rope_tiny"]
 

@@ -1,0 +1,198 @@
+"""The shape of a decoder, read from a Hugging Face config.json."""
+
+import math
+from dataclasses import dataclass, field
+
+from ..options import require
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+ARCHITECTURES = {"Qwen3ForCausalLM": "qwen3", "Qwen2ForCausalLM": "qwen2", "LlamaForCausalLM": "llama"}
+LLAMA3_ROPE_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The shape of a decoder, read from a Hugging Face config.json. `raw` keeps the file's own dict for saving."""
+
+    architecture: str
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    rope_scaling: dict | None = None  # None, or {"rope_type": "llama3", + the four LLAMA3_ROPE_KEYS}
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False  # on q, k and v; never on the output projection
+    qk_norm: bool = False
+    torch_dtype: str = "float32"
+    initializer_range: float = 0.02
+    eos_token_id: int | list[int] | None = None
+    bos_token_id: int | None = None
+    pad_token_id: int | None = None
+    raw: dict = field(default_factory=dict, repr=False, compare=False)
+
+    def __post_init__(self):
+        for name in (
+            "vocab_size",
+            "hidden_size",
+            "intermediate_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "num_key_value_heads",
+            "head_dim",
+            "max_position_embeddings",
+        ):
+            value = getattr(self, name)
+            require(
+                isinstance(value, int) and not isinstance(value, bool) and value >= 1,
+                f"config.json: {name} must be a whole number of at least 1, got {value!r}",
+            )
+        for name in ("rms_norm_eps", "rope_theta"):
+            value = getattr(self, name)
+            require(
+                isinstance(value, (int, float)) and math.isfinite(value) and value > 0,
+                f"config.json: {name} must be a number above 0, got {value!r}",
+            )
+        heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
+        require(
+            heads % kv_heads == 0,
+            f"config.json: num_attention_heads={heads} must be a multiple of "
+            f"num_key_value_heads={kv_heads}; {heads} % {kv_heads} = {heads % kv_heads}",
+        )
+        require(self.head_dim % 2 == 0, f"config.json: head_dim must be even (rotary embeddings), got {self.head_dim}")
+
+    @classmethod
+    def from_json(cls, config: dict) -> "ModelConfig":
+        """Read hub style (rope_theta, rope_scaling, torch_dtype) or transformers 5 style (rope_parameters, dtype)."""
+        require(isinstance(config, dict), f"config.json must hold an object, got {type(config).__name__}")
+        architecture = _read_architecture(config)
+        _refuse_unsupported(config, architecture)
+        required = (
+            "vocab_size",
+            "hidden_size",
+            "intermediate_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "max_position_embeddings",
+        )
+        missing = [name for name in required if config.get(name) is None]
+        require(not missing, f"config.json lacks {', '.join(missing)}")
+        values = {name: config[name] for name in required}
+        for name in (
+            "rms_norm_eps",
+            "tie_word_embeddings",
+            "initializer_range",
+            "eos_token_id",
+            "bos_token_id",
+            "pad_token_id",
+        ):
+            if config.get(name) is not None:
+                values[name] = config[name]
+        rope_theta, rope_scaling = _read_rope(config)
+        kv_heads = config.get("num_key_value_heads")
+        return cls(
+            architecture=architecture,
+            model_type=ARCHITECTURES[architecture],
+            rope_theta=rope_theta,
+            rope_scaling=rope_scaling,
+            attention_bias=architecture == "Qwen2ForCausalLM",
+            qk_norm=architecture == "Qwen3ForCausalLM",
+            torch_dtype=_read_dtype(config),
+            num_key_value_heads=values["num_attention_heads"] if kv_heads is None else kv_heads,
+            head_dim=_read_head_dim(config, architecture),
+            raw=dict(config),
+            **values,
+        )
+
+
+def _read_architecture(config: dict) -> str:
+    by_type = {model_type: name for name, model_type in ARCHITECTURES.items()}
+    names = config.get("architectures") or [by_type.get(config.get("model_type"), config.get("model_type"))]
+    require(
+        isinstance(names, list) and len(names) == 1 and names[0] in ARCHITECTURES,
+        f"config.json: architectures={names!r} is not supported; cukit runs {', '.join(ARCHITECTURES)}",
+    )
+    return names[0]
+
+
+def _refuse_unsupported(config: dict, architecture: str) -> None:
+    """Name the one key that asks for something the decoder does not compute."""
+    for name in ("num_experts", "num_local_experts", "n_routed_experts"):
+        require(not config.get(name), f"config.json: {name}={config.get(name)!r}: mixture of experts is not supported")
+    window = config.get("use_sliding_window", architecture == "LlamaForCausalLM" and config.get("sliding_window"))
+    require(
+        not window,
+        f"config.json: use_sliding_window={config.get('use_sliding_window')!r}, "
+        f"sliding_window={config.get('sliding_window')!r}: sliding windows are not supported",
+    )
+    other = sorted(set(config.get("layer_types") or []) - {"full_attention"})
+    require(not other, f"config.json: layer_types has {', '.join(other)}; only full_attention is supported")
+    require(
+        config.get("quantization_config") is None,
+        "config.json: quantization_config is set; quantised checkpoints are not supported",
+    )
+    activation = config.get("hidden_act", "silu")
+    require(activation == "silu", f"config.json: hidden_act={activation!r} is not supported; only silu is")
+    for name in ("attention_bias", "mlp_bias"):
+        require(
+            architecture == "Qwen2ForCausalLM" or not config.get(name),
+            f"config.json: {name}=true is not supported for {architecture}",
+        )
+
+
+def _read_rope(config: dict) -> tuple[float, dict | None]:
+    """-> (rope_theta, None or the llama3 scaling with its rope_type)."""
+    key = "rope_parameters" if config.get("rope_parameters") is not None else "rope_scaling"
+    rope = config.get(key) or {}
+    require(
+        isinstance(rope, dict) and not any(isinstance(value, dict) for value in rope.values()),
+        f"config.json: {key} must be one flat object (rope per layer type is not supported), got {rope!r}",
+    )
+    theta = rope.get("rope_theta", config.get("rope_theta"))
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    require(
+        kind in ("default", "llama3"),
+        f"config.json: {key} has rope_type={kind!r}; only default and llama3 are supported",
+    )
+    for place in (config, rope):
+        fraction = place.get("partial_rotary_factor")
+        require(fraction in (None, 1, 1.0), f"config.json: partial_rotary_factor={fraction!r} is not supported")
+    theta = 10000.0 if theta is None else theta
+    if kind == "default":
+        return theta, None
+    for name in LLAMA3_ROPE_KEYS:
+        require(
+            isinstance(rope.get(name), (int, float)) and rope[name] > 0,
+            f"config.json: {key} of type llama3 needs {name} above 0, got {rope.get(name)!r}",
+        )
+    require(
+        rope["high_freq_factor"] > rope["low_freq_factor"],
+        f"config.json: {key} needs high_freq_factor ({rope['high_freq_factor']}) above low_freq_factor "
+        f"({rope['low_freq_factor']})",
+    )
+    return theta, {"rope_type": "llama3"} | {name: rope[name] for name in LLAMA3_ROPE_KEYS}
+
+
+def _read_dtype(config: dict) -> str:
+    name = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
+    require(name in DTYPES[1:], f"config.json: dtype={name!r} is not supported; only {', '.join(DTYPES[1:])} are")
+    return name
+
+
+def _read_head_dim(config: dict, architecture: str) -> int:
+    if config.get("head_dim") is not None:
+        return config["head_dim"]
+    if architecture == "Qwen3ForCausalLM" and "head_dim" not in config:
+        return 128  # transformers' default for Qwen3, whatever the hidden size
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    require(
+        isinstance(hidden, int) and isinstance(heads, int) and heads >= 1 and hidden % heads == 0,
+        f"config.json: without head_dim, hidden_size={hidden} must be a multiple of num_attention_heads={heads}",
+    )
+    return hidden // heads
