@@ -38,7 +38,7 @@ def load_model(folder, device="cpu", dtype="auto") -> Decoder:
     config, backend = load_config(folder), backend_for(device)
     sources = _tensor_sources(model_folder(folder))
     model = Decoder(config, backend, dtype)
-    targets = model.hf_tensors()
+    targets = model.parts()
     if config.tie_word_embeddings and "lm_head.weight" in sources:
         targets["lm_head.weight"] = targets[
             "model.embed_tokens.weight"
@@ -72,7 +72,7 @@ def save_model(model: Decoder, folder, dtype=None):
     be = model.backend
     stored = be.dtype_of(dtype or model.dtype)
     tensors = {}
-    for name, view in model.hf_tensors().items():
+    for name, view in model.parts().items():
         tensors[name] = np.ascontiguousarray(be.to_numpy(view).astype(stored if dtype else view.dtype, copy=False))
     raw = dict(model.config.raw)
     raw["dtype" if "dtype" in raw else "torch_dtype"] = stored.name

@@ -38,8 +38,8 @@ def test_round_trip_keeps_names_values_and_logprobs(name, dtype, tmp_path):
     stored = load_file(tmp_path / "model.safetensors")
     original = [path for path in (GOLDEN / name).glob("*.safetensors")]
     assert stored.keys() == {key for path in original for key in load_file(path)}
-    for key, value in model.hf_tensors().items():
-        np.testing.assert_array_equal(value, again.hf_tensors()[key])
+    for key, value in model.parts().items():
+        np.testing.assert_array_equal(value, again.parts()[key])
     ids = [[5, 9, 100, 7], [8]]
     for first, second in zip(token_logprobs(model, ids), token_logprobs(again, ids)):
         np.testing.assert_array_equal(first, second)
@@ -60,8 +60,8 @@ def test_both_styles_of_config_mean_the_same_model(name):
 def test_half_checkpoint_widens_exactly():
     narrow, wide = (load_model(GOLDEN / "qwen3_tiny_bf16_sharded", dtype=d) for d in ("bfloat16", "float32"))
     assert narrow.embed_tokens.weight.dtype == ml_dtypes.bfloat16
-    for key, value in narrow.hf_tensors().items():
-        np.testing.assert_array_equal(value.astype(np.float32), wide.hf_tensors()[key])
+    for key, value in narrow.parts().items():
+        np.testing.assert_array_equal(value.astype(np.float32), wide.parts()[key])
 
 
 def test_every_wrong_key_is_named_in_one_error(copy):
@@ -141,8 +141,8 @@ def test_index_and_shards_must_agree(tmp_path):
 def test_random_weights_are_those_of_the_seed():
     model = load_model(GOLDEN / "qwen3_tiny")
     model.init_weights(3)
-    first = {k: v.copy() for k, v in model.hf_tensors().items()}
+    first = {k: v.copy() for k, v in model.parts().items()}
     model.init_weights(3)
-    for key, value in model.hf_tensors().items():
+    for key, value in model.parts().items():
         np.testing.assert_array_equal(value, first[key])
     assert abs(first["model.layers.0.mlp.gate_proj.weight"].std() * 48**0.5 - 1) < 0.05
