@@ -53,8 +53,8 @@ def load_model(folder, device="cpu", dtype="auto") -> Decoder:
                     _fill(backend, targets[name], file.get_tensor(name))
     if wrong := model.store.non_finite():
         raise ValueError(
-            f"{folder}: weights are not finite in {model.dtype}: {'; '.join(wrong)}; load an earlier checkpoint, or load "
-            "in another dtype if the file's own numbers are finite"
+            f"{folder}: weights are not finite in {model.dtype}: {'; '.join(wrong)}; load an earlier checkpoint, or in "
+            "another dtype if the file's own numbers are finite"
         )
     if expected.keys() != targets.keys():
         head, embedding = (_read_tensor(sources[name][0], name) for name in ("lm_head.weight", EMBEDDING))
