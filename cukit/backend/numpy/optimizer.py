@@ -41,7 +41,8 @@ def adamw_step(master, m, v, grad, param, lr, beta1, beta2, eps, weight_decay, s
 def store_weights(out, values):
     """out = values (of one shape) rounded to the dtype of out, as the module's header says."""
     if out.dtype != ml_dtypes.bfloat16 or values.dtype == out.dtype:
-        out[...] = values.astype(out.dtype, copy=False)
+        with np.errstate(over="ignore"):
+            out[...] = values.astype(out.dtype, copy=False)
         return
     bits = values.astype(np.float32, copy=False).view(np.uint32)
     magnitude = bits & np.uint32(0x7FFFFFFF)
