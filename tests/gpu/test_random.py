@@ -24,7 +24,7 @@ def test_against_numpy(dtype, size):
     """The radius and the angle's sine are within some float32 ulps; a half type then rounds once."""
     got, true = both(size, 2**33 + 5, 0.02, dtype)
     rounding = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 0.0}[dtype]
-    # the radius is at most 6.7; it and the sine may be off by 2 ulps each, the product by half of one: 6.7 · 4.5 · 2^-24.
+    # The radius, at most 6.7, and the sine may be off by 2 ulps each, the product by half of one: 6.7 · 4.5 · 2^-24.
     # A subnormal float16 is off by half its spacing.
     absolute = 0.02 * 2e-6 + (2.0**-25 if dtype == "float16" else 0.0)
     assert (np.abs(got - true) <= absolute + rounding * np.abs(true)).all()

@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from cukit.autograd import Parameter
+from cukit.autograd import Parameter, Tensor
 from cukit.backend import backend_for
 from cukit.models.logprobs import target_logprobs
 from cukit.models.store import ALIGNMENT, PIECES, VECTOR, Store, padded_size
@@ -200,6 +200,10 @@ def test_a_limited_vocabulary_reaches_the_log_probabilities():
     free = target_logprobs(model, ROWS, wanted, vocab_size=model.config.vocab_size)[0].data
     np.testing.assert_array_equal(got, expected)
     assert (got > free).all()
+    hidden, targets = Tensor(np.random.default_rng(0).normal(size=(3, 48))), np.array([0, 100, 7], np.int32)
+    scaled = model.lm_head(hidden).data[:, :101] / 0.7
+    expected = scaled[np.arange(3), targets] - np.log(np.exp(scaled).sum(1))
+    np.testing.assert_allclose(model.lm_head.logprobs(hidden, targets, 0.7)[0].data, expected)
 
 
 def test_random_weights_do_not_depend_on_dtype_or_layout(tmp_path):
@@ -207,6 +211,8 @@ def test_random_weights_do_not_depend_on_dtype_or_layout(tmp_path):
     wide.init_weights(7), half.init_weights(7)
     for name, part in half.parts().items():
         np.testing.assert_array_equal(part, wide.parts()[name].astype(part.dtype))
+    matrices = [part for part in wide.parts().values() if part.ndim == 2]
+    assert len({part.reshape(-1)[:8].tobytes() for part in matrices}) == len(matrices)
     wide.init_weights(8)
     assert not np.array_equal(wide.parts()["model.embed_tokens.weight"], half.parts()["model.embed_tokens.weight"])
     save_model(half, tmp_path)
