@@ -108,7 +108,7 @@ class AdamW:
     def _update(self, lr: float, grad_scale: float):
         self.step_count += 1
         for bucket in self.store.buckets:
-            for decays, part in bucket.runs(self._decays) if bucket.grad is not None else ():
+            for decays, part in bucket.runs(self._decays):
                 state = self._state(bucket)
                 weights = bucket.data[part]
                 self.store.backend.adamw_step(

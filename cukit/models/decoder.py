@@ -85,8 +85,9 @@ class Decoder(Module):
         self.norm = RMSNorm(backend, self.dtype, config.hidden_size, config.rms_norm_eps)
         tied, head_shape = config.tie_word_embeddings, (config.vocab_size, config.hidden_size)
         self.lm_head = LanguageModelHead(self.embed_tokens.weight if tied else declare(head_shape, self.dtype))
-        names = {name: name if name.startswith("lm_head.") else f"model.{name}" for name in self.named_parts()}
-        parts = {names[name]: part for name, part in self.named_parts().items()}
+        parts = {
+            name if name.startswith("lm_head.") else f"model.{name}": part for name, part in self.named_parts().items()
+        }
         self.store = Store(backend, self.named_parameters(), parts)
         self._layer_parameters = [layer.parameters() for layer in self.layers]
         self._rope = rope_tables(config, backend, self.dtype)

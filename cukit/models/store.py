@@ -163,14 +163,15 @@ class Store:
             self.backend.store_weights(mine.data, mixed)
 
     def _pairs(self, other):
-        own, foreign = ([(bucket.dtype, bucket.size) for bucket in store.buckets] for store in (self, other))
-        if own != foreign:
+        if self._layout() != other._layout():
             raise ValueError("the two models have different shapes or dtypes: their weights cannot be copied or mixed")
         return zip(self.buckets, other.buckets, strict=True)
 
+    def _layout(self):
+        return [(bucket.dtype, [slot.parameter.shape for slot in bucket.slots]) for bucket in self.buckets]
+
     def non_finite(self, limit: int = 8) -> list[str]:
-        """A line for each part that holds NaN or infinity (at most `limit` of them): name, count, first index,
-        value."""
+        """A line for each part that holds NaN or infinity, at most `limit`: name, count, first value, its place."""
         sums = self.backend.sums_of_squares([bucket.data for bucket in self.buckets], PIECES)
         if math.isfinite(self.backend.sum_in_order(sums)):  # no sum of finite float32 squares overflows float64
             return []

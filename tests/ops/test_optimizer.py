@@ -254,7 +254,7 @@ def test_other_dtypes_are_rounded_to_even(dtype):
 # ---- sums over pieces ----
 
 
-@pytest.mark.parametrize("piece", [1, 3, 8, 776, 4096])
+@pytest.mark.parametrize("piece", [0, 1, 3, 8, 776, 4096])
 def test_pieces_of_ranks_have_the_bits_of_the_whole(piece):
     pieces, rng = 2520, np.random.default_rng(piece)
     arrays = [(rng.normal(size=pieces * piece) * 10.0 ** rng.integers(-3, 4)).astype(np.float32) for _ in range(2)]

@@ -44,7 +44,7 @@ def store_weights(out, values):
         with np.errstate(over="ignore"):
             out[...] = values.astype(out.dtype, copy=False)
         return
-    bits = values.astype(np.float32, copy=False).view(np.uint32)
+    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
     magnitude = bits & np.uint32(0x7FFFFFFF)
     high = (bits + np.uint32(0x8000)) >> np.uint32(16)
     too_large = (magnitude >= 0x7F7F8000) & (magnitude < 0x7F800000)
@@ -62,7 +62,7 @@ def sums_of_squares(arrays, pieces):
     """
     sums = np.zeros((len(arrays), pieces), np.float64)
     for row, x in zip(sums, arrays):
-        table = x.reshape(pieces, -1)
+        table = x.reshape(pieces, x.size // pieces)
         step = max(1, CHUNK // max(1, table.shape[1]))
         for start in range(0, pieces, step):
             part = table[start : start + step].astype(np.float64)
