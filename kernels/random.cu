@@ -7,13 +7,11 @@
 #define FILL_THREADS 256
 #define FILL_VECTOR 4  // the words of one counter
 
-__device__ __forceinline__ float uniform(unsigned word) { return (__uint2float_rn(word) + 0.5f) * 2.3283064365386963e-10f; }
-
 // Box and Muller: two normal numbers from two words
 __device__ __forceinline__ void normal_pair(float& a, float& b, unsigned first, unsigned second, float scale) {
-    const float radius = sqrtf(-2.0f * logf(uniform(first))) * scale;
+    const float radius = sqrtf(-2.0f * logf(uniform_of(first))) * scale;
     float sine, cosine;
-    sincospif(2.0f * uniform(second), &sine, &cosine);
+    sincospif(2.0f * uniform_of(second), &sine, &cosine);
     a = radius * cosine, b = radius * sine;
 }
 

@@ -4,7 +4,7 @@ import numpy as np
 
 from .sampling import _philox4x32
 
-CHUNK = 1 << 18  # counters worked on at a time
+CHUNK = 1 << 16  # counters worked on at a time
 
 
 def fill_normal(out, seed, scale):
@@ -27,5 +27,6 @@ def fill_normal(out, seed, scale):
 
 
 def _uniform(words):
-    """In (0, 1], rounded where the kernel rounds."""
-    return ((words.astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-32)).astype(np.float64)
+    """In (0, 1), rounded where the kernel rounds."""
+    uniform = (words.astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-32)
+    return np.minimum(uniform, np.float32(1 - 2.0**-24)).astype(np.float64)
