@@ -67,31 +67,48 @@ class Parameter(Tensor):
     """A trained array. grad is None or an array of float32 (float64 for float64 data) that backward passes add to.
 
     slot: its place in a store of flat buckets (models.store), which then holds its gradient too; None if it stands
-    alone.
+    alone. In a store, new weights are written in place (data[...] = values).
     """
 
-    __slots__ = ("name", "slot")
+    __slots__ = ("_grad", "name", "slot")
 
     def __init__(self, data, name=""):
+        self._grad = self.slot = None
         super().__init__(data, requires_grad=True)
-        self.name, self.slot = name, None
+        self.name = name
+
+    @property
+    def grad(self):
+        return self._grad
+
+    @grad.setter
+    def grad(self, value):
+        """In a store the gradient stays a view: a value is copied there, and None clears it."""
+        if self.slot is None or value is self._grad:
+            self._grad = value
+        elif value is None:
+            self._grad[...] = 0
+            self._grad = None
+        else:
+            self._grad = self.slot.gradient()
+            self._grad[...] = value
+
+    def release_grad(self):
+        """Forget the gradient, whose memory goes with its bucket's."""
+        self._grad = None
 
     def grad_buffer(self):
         """The array to add gradients into, made of zeros at first use; None if the parameter is frozen (requires_grad
         False).
         """
-        if not self.requires_grad:
-            return None
-        if self.grad is None:
+        if self.requires_grad and self._grad is None:
             if self.slot is None:
-                self.grad = self.backend.zeros(self.shape, self.backend.accumulator(self.dtype))
+                self._grad = self.backend.zeros(self.shape, self.backend.accumulator(self.dtype))
             else:
-                self.grad = self.slot.gradient()
-        return self.grad
+                self._grad = self.slot.gradient()
+        return self._grad if self.requires_grad else None
 
     def zero_grad(self):
-        if self.slot is not None and self.grad is not None:
-            self.grad[...] = 0  # a bucket's gradient is zero wherever no parameter claims it
         self.grad = None
 
 

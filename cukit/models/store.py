@@ -91,7 +91,7 @@ class Bucket:
 
     def free_grad(self):
         for slot in self.slots:
-            slot.parameter.grad = None
+            slot.parameter.release_grad()
         self.grad = None
 
     def shard(self, rank: int, ranks: int) -> slice:

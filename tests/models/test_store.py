@@ -102,16 +102,22 @@ def test_gradients_come_bucket_by_bucket_and_go():
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_one_parameters_gradient_can_be_dropped():
+def test_one_parameters_gradient_can_be_dropped_or_set():
+    """grad stays a view of the bucket, whatever is assigned: nothing stale is added to, and the optimizer sees it."""
     model = load_model(GOLDEN / "qwen3_tiny")
     weight = model.layers[0].mlp.down_proj.weight
     backward(model)
     first = weight.grad.copy()
-    weight.zero_grad()
+    weight.grad = None
     assert weight.grad is None and not weight.slot.view(weight.slot.bucket.grad).any()
     model.store.zero_grad()
-    backward(model)
-    np.testing.assert_array_equal(weight.grad, first)
+    for _ in range(2):
+        weight.zero_grad()
+        backward(model)
+        np.testing.assert_array_equal(weight.grad, first)
+    weight.grad = np.full(weight.shape, 2.0)
+    weight.grad += 1.0
+    np.testing.assert_array_equal(weight.slot.view(weight.slot.bucket.grad), np.full(weight.shape, 3.0))
 
 
 def frozen_steps(model, frozen, steps=3):

@@ -87,9 +87,8 @@ def run_cukit(state, raw, rows):
     loss = logprobs.sum() * (-1.0 / logprobs.shape[0])
     loss.backward()
     result = {"logits": logits, "logprobs": cupy.asnumpy(logprobs.data), "loss": loss.item()}
-    for parameter in model.parameters():
-        parameter.data = parameter.grad
-    return result, {name: cupy.asnumpy(view) for name, view in model.parts().items()}
+    grads = model.store.part_views(lambda bucket: bucket.grad)
+    return result, {name: cupy.asnumpy(view) for name, view in grads.items()}
 
 
 def rms(x):
