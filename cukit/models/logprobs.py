@@ -39,7 +39,11 @@ def target_logprobs(model, sequences, wanted, temperature=1.0, vocab_size=None):
     rows_device = be.array(rows)
     hidden = model.forward(tokens, positions, attend)
     return lm_head_logprobs(
-        index_rows(hidden, be.array(rows - 1)), model.lm_head.weight, tokens[rows_device], temperature, vocab_size
+        index_rows(hidden, be.array(rows - 1)),
+        model.lm_head.weight,
+        tokens[rows_device],
+        temperature,
+        vocab_size or model.vocab_size,
     )
 
 

@@ -264,17 +264,13 @@ class Trainer(ABC):
         # a run that is resumed goes on in its own folder unless another is named
         folder = args.output_dir or (str(source.parent) if source else None)
         self.run_folder = open_run_folder(folder, self.label, resume=source is not None)
-        decays = {
-            id(p): not name.endswith("bias") and "norm" not in name for name, p in self.model.named_parameters().items()
-        }
         self.optimizer = AdamW(
-            self.model.parameters(),
+            self.model.store,
             args.learning_rate,
             (args.adam_beta1, args.adam_beta2),
             args.adam_epsilon,
             args.weight_decay,
             args.max_grad_norm,
-            decay=lambda parameter: decays[id(parameter)],
         )
         if source:
             self._resume(source)
