@@ -46,7 +46,7 @@ def encode_prompts(
             located(_prompt_text, start + index, row, tokenizer, chat_template_kwargs)
             for index, row in enumerate(batch)
         ]
-        for row, ids in zip(batch, _encoded(tokenizer, texts), strict=True):
+        for row, ids in zip(batch, _encoded(tokenizer, texts, indices), strict=True):
             found.append(located(lambda row, ids=ids: _some(ids, row), len(found), row))
     if model_rows is not None:
         for index, ids in enumerate(found):
@@ -101,17 +101,25 @@ def _encoded_rows(rows: Sequence[dict], tokenizer: Tokenizer, chat_template_kwar
     for start in range(0, len(rows), ROWS_AT_ONCE):
         batch = list(enumerate(rows[start : start + ROWS_AT_ONCE], start))
         plans = [located(_plan, index, row, tokenizer, chat_template_kwargs) for index, row in batch]
-        encoded = iter(_encoded(tokenizer, [text for texts, _ in plans for text in texts]))
+        indices = [index for (index, _), (texts, _) in zip(batch, plans, strict=True) for _ in texts]
+        encoded = iter(_encoded(tokenizer, [text for texts, _ in plans for text in texts], indices))
         for (index, row), (texts, assemble) in zip(batch, plans, strict=True):
             pieces = [next(encoded) for _ in texts]
             yield located(lambda row, pieces=pieces, assemble=assemble: _learnable(assemble(pieces), row), index, row)
 
 
-def _encoded(tokenizer: Tokenizer, texts: list[tuple[str, bool]]) -> list[Ids]:
-    found: dict[bool, list[Ids]] = {}
-    for flag in (False, True):
-        found[flag] = tokenizer.encode_batch([text for text, special in texts if special is flag], flag)
-    turns = {flag: iter(ids) for flag, ids in found.items()}
+def _encoded(tokenizer: Tokenizer, texts: list[tuple[str, bool]], data_rows: list[int]) -> list[Ids]:
+    """The ids of texts of which it is known from which data row each comes."""
+    try:
+        turns = {
+            flag: iter(tokenizer.encode_batch([text for text, special in texts if special is flag], flag))
+            for flag in (False, True)
+        }
+    except ValueError:  # one of them; now the row is wanted
+        return [
+            located(lambda text: tokenizer.encode(*text), index, text)
+            for text, index in zip(texts, data_rows, strict=True)
+        ]
     return [next(turns[special]) for _, special in texts]
 
 
