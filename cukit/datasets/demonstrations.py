@@ -42,9 +42,10 @@ def encode_prompts(
     found: list[Ids] = []
     for start in range(0, len(rows), ROWS_AT_ONCE):
         batch = rows[start : start + ROWS_AT_ONCE]
+        indices = list(range(start, start + len(batch)))
         texts = [
-            located(_prompt_text, start + index, row, tokenizer, chat_template_kwargs)
-            for index, row in enumerate(batch)
+            located(_prompt_text, index, row, tokenizer, chat_template_kwargs)
+            for index, row in zip(indices, batch, strict=True)
         ]
         for row, ids in zip(batch, _encoded(tokenizer, texts, indices), strict=True):
             found.append(located(lambda row, ids=ids: _some(ids, row), len(found), row))
