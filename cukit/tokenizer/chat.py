@@ -57,37 +57,35 @@ class ChatTemplates:
         do show (Qwen3's drops earlier thoughts), so the texts themselves are not looked for.
         """
         marked = [_with_text(message, _mark(index)) for index, message in enumerate(messages)]
+        wheres = [f"message {index} (role {message['role']!r})" for index, message in enumerate(messages)]
+        in_parts = [index for index, message in enumerate(messages) if isinstance(message.get("content"), list)]
+        advice = "the chat template does not take content in parts; give its text as one string"
         try:
             text = self._render(name, marked, variables)
-        except ValueError:
-            # The template may want more of a text than a number has; or it can not take content in parts.
-            if not any(isinstance(message.get("content"), list) for message in messages):
-                return
-            text = ""
+        except ValueError as error:
+            if in_parts:
+                raise ValueError(f"{wheres[in_parts[0]]}: {advice} ({error})") from error.__cause__
+            return  # the template wants more of a text than a number has; what it raises for the chat itself counts
         for index, message in enumerate(messages):
-            where = f"message {index} (role {message['role']!r})"
-            in_parts = isinstance(message.get("content"), list)
-            if in_parts and (_mark(index) not in text or f"'text': '{_mark(index)}" in text):
-                raise ValueError(
-                    f"{where}: the chat template does not take content in parts; give its text as one string"
-                )
+            if index in in_parts and (_mark(index) not in text or f"'text': '{_mark(index)}" in text):
+                raise ValueError(f"{wheres[index]}: {advice}")
             if _has_text(message) and _mark(index) not in text:
-                known = OTHER_ROLES.get(message["role"].lower(), "")
+                known = OTHER_ROLES.get(message["role"].lower())
                 hint = f"write the role {known!r}" if known else "it knows no such role there"
-                raise ValueError(f"{where}: the chat template leaves out what it says; {hint}")
+                raise ValueError(f"{wheres[index]}: the chat template leaves out what it says; {hint}")
 
 
 def _check_message(index: int, message) -> None:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise ValueError(f"message {index} must be an object with a 'role', got {message!r:.80}")
     where, content = f"message {index} (role {message['role']!r})", message.get("content")
-    if isinstance(content, list):
+    if isinstance(content, list) and content:
         for part in content:
             if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
                 raise ValueError(
                     f"{where}: a part of its content must be {{'type': 'text', 'text': …}}, got {part!r:.80}"
                 )
-    elif content is None:
+    elif content is None or content == []:
         more = [key for key, value in message.items() if key not in ("role", "content", "name") and value]
         if not more:  # tool_calls, reasoning_content, …
             raise ValueError(f"{where} has no content")
@@ -105,10 +103,10 @@ def _mark(index: int) -> str:
 
 
 def _with_text(message: dict, text: str) -> dict:
-    if not _has_text(message):
-        return message
-    content = message["content"]
-    return {**message, "content": text if isinstance(content, str) else [{**content[0], "text": text}]}
+    content = message.get("content")
+    if isinstance(content, list):
+        return {**message, "content": [{**part, "text": text} for part in content[:1]]}
+    return {**message, "content": text} if _has_text(message) else message
 
 
 def _shape(message: dict) -> tuple:

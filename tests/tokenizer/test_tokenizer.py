@@ -9,8 +9,8 @@ import pytest
 
 from cukit.tokenizer import IncrementalDecoder, Tokenizer
 
-GOLDEN = Path(__file__).parent / "golden"
-TINY = Path(__file__).parent.parent / "data" / "tiny-qwen3"
+GOLDEN = Path(__file__).parents[1] / "golden"
+TINY = Path(__file__).parents[2] / "data" / "tiny-qwen3"
 REFERENCE = json.loads((GOLDEN / "tokenizer_qwen3.json").read_text(encoding="utf-8"))
 
 
