@@ -9,11 +9,12 @@ from .columns import gold_texts, score
 
 MARKER = "####"
 # A number in running text: with separators and a sign (where no operand stands before it), or a fraction. What is
-# glued to it (6e3, 6^2, 1,2345) is taken along, so that it is not read as the part before.
+# glued to it (6e3, 6^2, 1,2345, 6 400) is taken along, so that no part of it is read as the number.
 FREE_NUMBER = re.compile(
     r"(?:(?<![A-Za-z0-9_)\]}])[-+])?\\?\$?"
     r"(?:\\[dtc]?frac\s{0,3}(?:[0-9]{2}|\{[^{}]{0,40}\}\s{0,3}\{[^{}]{0,40}\})"
-    r"|(?<![A-Za-z0-9_.^])\.?[0-9](?:[0-9.,/]|\{,\}|\\[,!]|\^\{?-?[0-9]|[eE][-+]?[0-9])*)"
+    r"|(?<![A-Za-z0-9_.^])\.?[0-9]"
+    r"(?:[0-9.,/]|\{,\}|\\[,!]|(?:[ \u00a0\u2009\u202f~'_]|\\[ ;:])(?=[0-9]{3}(?![0-9]))|\^\{?-?[0-9]|[eE][-+]?[0-9])*)"
 )
 DASHES = str.maketrans(dict.fromkeys("\u2010\u2011\u2012\u2013\u2212", "-"))
 EMPHASIS = re.compile(r"\*\*([^*]+)\*\*")

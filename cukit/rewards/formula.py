@@ -1,8 +1,8 @@
 r"""From text or LaTeX to a formula: a tuple of items in one notation, however it was spaced, braced and spelled.
 
-An item is a number ("42", without separators or needless zeros), a letter, a command or another character, a Word (of
-\text), or one of the nodes ("frac", over, under), ("sqrt", index, radicand), ("^", script), ("_", script) and (opening
-bracket, inside, closing bracket), each part again a formula.
+An item is a number ("42", without separators or needless zeros), a letter, a command or another character, a Word of
+\text, or one of the nodes ("frac", over, under), ("sqrt", index, radicand), ("^", script), ("_", script), (command,
+arguments) and (opening bracket, inside, closing bracket), each part again a formula.
 """
 
 import re
@@ -24,7 +24,7 @@ SPACE = re.compile(
     r"\\(?:quad|qquad|left|right|middle|[bB]igg?[lrm]?|displaystyle|textstyle|limits|degree|thinspace)(?![a-zA-Z])"
 )
 TOKEN = re.compile(r"(?P<command>\\(?:[a-zA-Z]+|.))|(?P<letters>[a-zA-Z]+)|(?P<other>.)", re.DOTALL)
-SEPARATOR = r"\{,\}|,?\\[!,]|,?[\u2009\u202f]"
+SEPARATOR = r"\{,\}|,?\\[!,]|,?[\u00a0\u2009\u202f]"
 FLOAT = r"[0-9]+(?:\.[0-9]+)?e[-+][0-9]{2,3}(?![0-9])"  # as Python and JSON write 2e-05; `2e-1` is a formula
 PLAIN = r"[0-9]+(?:\.[0-9]+)?|\.[0-9]+"
 TYPESET = re.compile(PLAIN)
@@ -53,6 +53,13 @@ SIGNS = {
     "\\pi": "π",
     "\\sqrt": "√",
     "\\frac": r"\dfrac \tfrac \cfrac",
+    "\\binom": r"\dbinom \tbinom",
+    "\\emptyset": r"\varnothing ∅",
+    "\\ldots": r"\dots \cdots …",
+    "\\cup": "∪",
+    "\\cap": "∩",
+    "\\in": "∈",
+    "|": r"\vert \lvert \rvert \mid",
     "\\{": r"\lbrace",
     "\\}": r"\rbrace",
     "[": r"\lbrack",
@@ -67,6 +74,12 @@ TEXT = {
     f"\\{name}" for name in "text textbf textit textrm textsf texttt textnormal mathrm mbox hbox operatorname".split()
 }
 WRAPPERS = {f"\\{name}" for name in "mathbf mathit mathsf mathtt boldsymbol bm bold boxed fbox".split()}
+# Other commands with arguments -> how many. What follows any further command in braces is read as if it had none.
+ARITY = {"\\binom": 2} | {
+    f"\\{name}": 1
+    for name in """overline underline bar hat widehat vec tilde widetilde dot ddot overrightarrow overleftarrow mathbb
+    mathcal mathfrak pmod bmod underbrace overbrace cancel""".split()
+}
 SYMBOLS = {
     f"\\{name}"
     for name in "pi theta alpha beta gamma delta epsilon lambda mu phi varphi psi rho sigma tau omega infty".split()
@@ -146,6 +159,8 @@ class _Parser:
             return self._argument()
         if token == "\\frac":
             return (_fraction(self._argument(), self._argument()),)
+        if token in ARITY:
+            return ((token, *(self._argument() for _ in range(ARITY[token]))),)
         if token == "\\sqrt":
             return (("sqrt", self._root_index(), self._argument()),)
         if token in ("^2", "^3"):

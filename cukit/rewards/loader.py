@@ -171,7 +171,13 @@ def _import_file(path: Path, spec: str):
         module_spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         sys.modules.pop(module_name, None)
-        raise ValueError(f"reward {spec!r}: importing it raised {type(error).__name__}: {_one_line(error)}") from error
+        lines = [
+            line for frame, line in traceback.walk_tb(error.__traceback__) if frame.f_code.co_filename == str(path)
+        ]
+        where = f" ({path}, line {lines[-1]})" if lines else ""
+        raise ValueError(
+            f"reward {spec!r}: importing it raised {type(error).__name__}: {_one_line(error)}{where}"
+        ) from error
     finally:
         sys.path.remove(str(path.parent))
     return module

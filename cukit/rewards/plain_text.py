@@ -36,8 +36,8 @@ def _is_exact(text: str, gold: str) -> bool:
     return text == gold.strip()
 
 
-def _is_thinking_turn(prompt: str, completion: str) -> bool:
-    prefilled = PREFILLED.search(prompt[-100:])
+def _is_thinking_turn(prompt: str | None, completion: str) -> bool:
+    prefilled = PREFILLED.search((prompt or "")[-100:])
     turn = (prefilled[0] if prefilled else "") + completion
     thought, closed, answer = turn.partition("</think>")
     if not (thought.startswith("<think>") and closed and turn.count("<think>") == 1):

@@ -58,7 +58,9 @@ class ChatTemplates:
         """
         marked = [_with_text(message, _mark(index)) for index, message in enumerate(messages)]
         wheres = [f"message {index} (role {message['role']!r})" for index, message in enumerate(messages)]
-        in_parts = [index for index, message in enumerate(messages) if isinstance(message.get("content"), list)]
+        in_parts = [
+            i for i, message in enumerate(messages) if message.get("content") and isinstance(message["content"], list)
+        ]
         advice = "the chat template does not take content in parts; give its text as one string"
         try:
             text = self._render(name, marked, variables)

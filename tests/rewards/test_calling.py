@@ -145,3 +145,18 @@ def test_c14_the_message_stays_short():
     with pytest.raises(ValueError, match="with completion 0: ") as caught:
         call(broken, ["x\n" * 100_000])
     assert len(str(caught.value)) < 500 and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("\n\nimport no_such_module\n", r"raised ModuleNotFoundError: .* \(PATH, line 3\)$"),
+        ("def f():\n    return 1 / 0\nf()\n", r"raised ZeroDivisionError: division by zero \(PATH, line 2\)$"),
+        ("x = 1\ndef h(:\n", r"raised SyntaxError: .*mine.py, line 2\)$"),
+    ],
+)
+def test_c14_a_file_that_fails_to_load_is_reported_with_its_line(tmp_path, text, message):
+    path = tmp_path / "mine.py"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=message.replace("PATH", str(path))):
+        load_reward(f"{path}:h")
