@@ -12,10 +12,10 @@ Row forms (other columns are kept, rewards get them):
 import json
 import math
 import os
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
+MAX_DIGITS = 4300  # of an integer: as many as Python reads by default
 QUESTION_COLUMNS = {"question": "answer", "problem": "solution"}
 
 
@@ -51,26 +51,31 @@ def load_rows(source: str | os.PathLike | Sequence[dict]) -> list[dict]:
 
 def _parse_line(line: str, where: str) -> dict:
     try:
-        row = json.loads(line, parse_constant=_refuse_constant, parse_float=_finite, object_pairs_hook=_object)
+        row = json.loads(
+            line,
+            parse_int=_integer,
+            parse_float=_finite,
+            parse_constant=_refuse_constant,
+            object_pairs_hook=_object,
+        )
         if "\\u" in line:  # only an escape can give half a character
             json.dumps(row, ensure_ascii=False).encode()
     except RecursionError as error:
         raise ValueError(f"{where}: malformed JSON: nested too deep") from error
     except UnicodeEncodeError as error:
-        raise ValueError(
-            f"{where}: malformed JSON: \\u{ord(error.object[error.start]):04x} is half a character"
-        ) from error
-    except json.JSONDecodeError as error:
+        half = f"\\u{ord(error.object[error.start]):04x}"
+        raise ValueError(f"{where}: malformed JSON: {half} is half a character") from error
+    except ValueError as error:  # JSONDecodeError is one
         raise ValueError(f"{where}: malformed JSON: {error}") from error
-    except ValueError as error:
-        long_number = re.search(
-            r"[0-9]{1000,}", line
-        )  # Python reads no longer integers than sys.get_int_max_str_digits
-        reason = f"a number of {len(long_number[0])} digits is too long; write it as text" if long_number else error
-        raise ValueError(f"{where}: malformed JSON: {reason}") from error
     if not isinstance(row, dict):
         raise ValueError(f"{where}: expected a JSON object, got {type(row).__name__} {line.strip()[:40]!r}")
     return row
+
+
+def _integer(text: str) -> int:
+    if len(text) > MAX_DIGITS:
+        raise ValueError(f"a number of {len(text.lstrip('-'))} digits is too long; write it as text")
+    return int(text)
 
 
 def _refuse_constant(name: str):

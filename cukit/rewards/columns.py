@@ -7,6 +7,7 @@ from numbers import Real
 import numpy as np
 
 MAX_GOLD_BITS = 1000  # of an integer; about as many digits as the reader of answers takes
+MAX_EXPONENT = 400
 
 
 class NumberText(str):
@@ -47,4 +48,7 @@ def _text(gold) -> str | None:
         return None
     if isinstance(gold, int):
         return NumberText(gold) if gold.bit_length() <= MAX_GOLD_BITS else None
-    return NumberText(format(Decimal(str(gold)), "f")) if math.isfinite(gold) else None
+    if not math.isfinite(gold):
+        return None
+    number = Decimal(str(gold))
+    return NumberText(format(number, "f")) if abs(number.adjusted()) <= MAX_EXPONENT else None

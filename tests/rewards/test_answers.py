@@ -1,6 +1,7 @@
 r"""Faults that use has found in reading answers: each row of the list, with other inputs of its kind."""
 
 import json
+from decimal import Decimal
 
 import numpy as np
 import pytest
@@ -33,6 +34,7 @@ def one(reward, completion, answer):
         [r"\frac{x+1}{2}", r"(x+1)/2", r"\frac{(x+1)}2"],
         [r"\frac{4\pi}{3}", r"4\pi/3", r"\frac{4 \pi}3"],
         [r"\overline{AB}", r"\overline {A B}"],
+        ["160,890", "160, 890", "160 , 890", "160,\\ 890"],
         [r"\binom{5}{2}", r"\binom52", r"\dbinom 5 2"],
         [r"\mathbb{R}", r"\mathbb R"],
         [r"\left|x\right|", r"\lvert x\rvert", "|x|"],
@@ -284,7 +286,21 @@ def test_r7_golds_that_are_numbers_or_lists():
             == one(reward, "#### 14", np.int64(14))
             == one(reward, "#### 0.1", np.float32(0.1))
         )
-        for nothing in ([], ["n/a"], [None], float("nan"), float("inf"), True, {"a": 1}, b"6", [["6"]], 10**5000):
+        assert one(reward, "#### 100000", Decimal("1E+5")) == 1.0
+        for nothing in (
+            Decimal("1E+999999999"),
+            Decimal("NaN"),
+            [],
+            ["n/a"],
+            [None],
+            float("nan"),
+            float("inf"),
+            True,
+            {"a": 1},
+            b"6",
+            [["6"]],
+            10**5000,
+        ):
             assert one(reward, "#### 6", nothing) is None, nothing
     assert one(boxed, r"\boxed{0.00002}", row["small"]) == 1.0 == one(boxed, r"\boxed{3\cdot10^{16}}", row["large"])
     assert one(boxed, r"\boxed{\frac12}", ["1/3", r"\frac{1}{2}"]) == 1.0 and one(boxed, r"\boxed{6}", []) is None
