@@ -131,7 +131,7 @@ def _prompt_text(row: dict, tokenizer: Tokenizer, chat_template_kwargs: dict | N
         return prompt, True
     if prompt[-1]["role"] == "assistant":
         raise ValueError("the prompt ends with an assistant message; a prompt must end before the answer")
-    return tokenizer.apply_chat_template(prompt, True, row.get("tools"), False, **(chat_template_kwargs or {})), False
+    return tokenizer.render_chat(prompt, True, row.get("tools"), **(chat_template_kwargs or {})), False
 
 
 def _some(ids: Ids, row: dict) -> Ids:
@@ -160,10 +160,10 @@ def _plan(row: dict, tokenizer: Tokenizer, chat_template_kwargs: dict | None) ->
             raise ValueError(f"column 'text' must be text, got {row['text']!r:.60}")
         return [(row["text"], True)], lambda pieces: _all_learnt(_with_end(pieces[0], tokenizer))
     prompt, completion = prompt_of(row), _completion_of(row)
-    if isinstance(prompt, str) != isinstance(completion, str):
-        raise ValueError("prompt and completion must both be text or both be message lists")
-    if not isinstance(prompt, str):
+    if not isinstance(prompt, str) and not isinstance(completion, str):
         return _conversation_plan(prompt + completion, len(prompt), row.get("tools"), tokenizer, arguments)
+    if not isinstance(prompt, str) or not isinstance(completion, str):
+        raise ValueError("prompt and completion must both be text or both be message lists")
 
     def assemble(pieces: list[Ids]) -> tuple[Ids, Ids]:
         prompt_ids, ids = pieces
@@ -210,12 +210,10 @@ def _conversation_plan(
     """
 
     def render(count: int, add_generation_prompt: bool) -> str:
-        return tokenizer.apply_chat_template(
-            messages[:count], add_generation_prompt, tools=tools, tokenize=False, **template_arguments
-        )
+        return tokenizer.render_chat(messages[:count], add_generation_prompt, tools, **template_arguments)
 
     text = render(len(messages), False)
-    ends = [tokenizer.id_to_token(token) for token in tokenizer.eos_token_ids]
+    ends = [tokenizer.id_to_token(token) or "" for token in tokenizer.eos_token_ids]
     texts: list[tuple[str, bool]] = []
     position = 0
     for index in range(first_learnt, len(messages)):

@@ -138,7 +138,8 @@ def column_names(row: dict) -> str:
     return ", ".join(map(str, row)) or "none"
 
 
-def located(function, index: int, row: dict, *arguments):
+def located(function, index: int, row, *arguments):
+    """function(row, *arguments); its ValueError names the data row."""
     try:
         return function(row, *arguments)
     except ValueError as error:

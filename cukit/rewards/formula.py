@@ -120,13 +120,13 @@ class _Parser:
             before, (kind, token) = self.position, self._next()
             if token in closers or token in ("", "}"):
                 break
-            for item in self._items(kind, token, before):
+            for item in self._items(kind, token):
                 behind_power = len(items) > 0 and items[-1][0] == "^" and item[0] == "_"
                 items.insert(len(items) - int(behind_power), item)  # x^2_1 is typeset as x_1^2
         if token not in closers:
-            self.position, token = (before, None) if token else (len(self.text), None)
+            self.position = before if token else len(self.text)
         self.nesting -= 1
-        return _folded(items) if folded else tuple(items), token
+        return _folded(items) if folded else tuple(items), token if token in closers else None
 
     def _skip_space(self) -> None:
         while space := SPACE.match(self.text, self.position):
@@ -144,7 +144,7 @@ class _Parser:
         self.position = match.end()
         return kind, ALIASES.get(match[0], match[0])
 
-    def _items(self, kind: str, token: str, start: int) -> tuple:
+    def _items(self, kind: str, token: str) -> tuple:
         if kind == "number":
             return (_normal_number(token),)
         if kind == "letters":
@@ -186,7 +186,6 @@ class _Parser:
         if character.isascii() and character.isalnum():
             self.position += 1
             return (Word(character) if self.words and character.isalpha() else character,)
-        start = self.position
         kind, token = self._next()
         if token in ("", "}"):
             raise UnreadableError
@@ -197,7 +196,7 @@ class _Parser:
         self.nesting += 1
         if self.nesting > MAX_NESTING:
             raise UnreadableError
-        items = self._items(kind, token, start)
+        items = self._items(kind, token)
         self.nesting -= 1
         return items
 

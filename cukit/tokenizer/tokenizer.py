@@ -147,7 +147,18 @@ class Tokenizer:
         tokenize: bool = True,
         **template_arguments,
     ) -> list[int] | str:
-        """Render `messages` ({"role", "content", ...} each); ids, or the text with `tokenize=False`.
+        """The ids of a rendered chat, or with `tokenize=False` its text (see `render_chat`)."""
+        text = self.render_chat(messages, add_generation_prompt, tools, **template_arguments)
+        return self.encode(text) if tokenize else text
+
+    def render_chat(
+        self,
+        messages: Sequence[dict],
+        add_generation_prompt: bool = False,
+        tools: list[dict] | None = None,
+        **template_arguments,
+    ) -> str:
+        """The text of `messages` ({"role", "content", ...} each), as the chat template has it.
 
         `content` is text or a list of {"type": "text", "text": ...}; it may be missing where other keys say something
         (tool_calls). `tools` are JSON schemas; further arguments (`enable_thinking`, ...) go to the template.
@@ -158,10 +169,9 @@ class Tokenizer:
                 f"{self.name}: the tokenizer has no chat template; give prompts as text, or add chat_template.jinja"
             )
         try:
-            text = self._chat.render(messages, add_generation_prompt, tools, template_arguments)
+            return self._chat.render(messages, add_generation_prompt, tools, template_arguments)
         except ValueError as error:
             raise ValueError(f"{self.name}: {error}") from error.__cause__
-        return self.encode(text) if tokenize else text
 
     # ---- folders ----
 

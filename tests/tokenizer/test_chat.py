@@ -1,7 +1,6 @@
 """Rendered chats lose nothing that a message says, and the right template renders them."""
 
 import json
-import lzma
 import shutil
 import time
 from pathlib import Path
@@ -30,15 +29,6 @@ MERGED = (  # as Llama 2's: the system message within the first user message, ro
     "{% for m in chat %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('must alternate') }}"
     "{% endif %}[{{ (system if loop.first else '') + m.content | upper }}]{% endfor %}"
 )
-
-
-@pytest.fixture(scope="module")
-def qwen(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("qwen3-tokenizer")
-    packed = (GOLDEN / "qwen3-tokenizer" / "tokenizer.json.xz").read_bytes()
-    (folder / "tokenizer.json").write_bytes(lzma.decompress(packed))
-    shutil.copy(GOLDEN / "qwen3-tokenizer" / "tokenizer_config.json", folder)
-    return Tokenizer.from_folder(folder)
 
 
 @pytest.fixture

@@ -1,8 +1,6 @@
 """Streamed text of every kind of tokenizer: the pieces join to what the ids decode to, in whole characters."""
 
-import lzma
 import random
-import shutil
 import time
 from pathlib import Path
 
@@ -13,7 +11,6 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 from cukit.tokenizer import IncrementalDecoder, Tokenizer, text_after
 
 ROOT = Path(__file__).parents[2]
-GOLDEN = ROOT / "tests" / "golden"
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 TEXTS = [
     "猫猫",
@@ -83,7 +80,7 @@ def plain(model, decoder, folder):
 
 
 @pytest.fixture(scope="module")
-def make(tmp_path_factory):
+def make(tmp_path_factory, qwen):
     def build(kind):
         folder = tmp_path_factory.mktemp("tokenizer")
         ids = {name: index for index, name in enumerate(["<unk>", *WORDS])}
@@ -105,10 +102,7 @@ def make(tmp_path_factory):
                 models.BPE(ids, [], unk_token="<unk>", end_of_word_suffix="</w>"), decoders.BPEDecoder("</w>"), folder
             )
         if kind == "qwen":
-            packed = (GOLDEN / "qwen3-tokenizer" / "tokenizer.json.xz").read_bytes()
-            (folder / "tokenizer.json").write_bytes(lzma.decompress(packed))
-            shutil.copy(GOLDEN / "qwen3-tokenizer" / "tokenizer_config.json", folder)
-            return Tokenizer.from_folder(folder)
+            return qwen
         return Tokenizer.from_folder(ROOT / "data" / "tiny-qwen3")
 
     made: dict = {}

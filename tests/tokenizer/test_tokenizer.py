@@ -1,7 +1,6 @@
 """Ids, text and rendered chats equal transformers'; streaming gives whole characters; bad folders are refused."""
 
 import json
-import lzma
 import shutil
 from pathlib import Path
 
@@ -12,20 +11,6 @@ from cukit.tokenizer import IncrementalDecoder, Tokenizer
 GOLDEN = Path(__file__).parents[1] / "golden"
 TINY = Path(__file__).parents[2] / "data" / "tiny-qwen3"
 REFERENCE = json.loads((GOLDEN / "tokenizer_qwen3.json").read_text(encoding="utf-8"))
-
-
-@pytest.fixture(scope="module")
-def qwen_folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("qwen3-tokenizer")
-    packed = (GOLDEN / "qwen3-tokenizer" / "tokenizer.json.xz").read_bytes()
-    (folder / "tokenizer.json").write_bytes(lzma.decompress(packed))
-    shutil.copy(GOLDEN / "qwen3-tokenizer" / "tokenizer_config.json", folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def qwen(qwen_folder):
-    return Tokenizer.from_folder(qwen_folder)
 
 
 @pytest.fixture
