@@ -1,9 +1,13 @@
 """Shared fixtures. `pytest` runs what needs neither a GPU nor much time; see the markers in pyproject.toml."""
 
+import lzma
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
+
+from cukit.tokenizer import Tokenizer
 
 
 @pytest.fixture
@@ -15,3 +19,18 @@ def rng() -> np.random.Generator:
 def golden() -> Path:
     """The folder of reference values and small models."""
     return Path(__file__).parent / "golden"
+
+
+@pytest.fixture(scope="session")
+def qwen_folder(tmp_path_factory) -> Path:
+    """A folder with the files of Qwen3's tokenizer."""
+    folder = tmp_path_factory.mktemp("qwen3-tokenizer")
+    source = Path(__file__).parent / "golden" / "qwen3-tokenizer"
+    (folder / "tokenizer.json").write_bytes(lzma.decompress((source / "tokenizer.json.xz").read_bytes()))
+    shutil.copy(source / "tokenizer_config.json", folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def qwen(qwen_folder) -> Tokenizer:
+    return Tokenizer.from_folder(qwen_folder)

@@ -10,10 +10,12 @@ Row forms (other columns are kept, rewards get them):
 """
 
 import json
+import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
 
+MAX_DIGITS = 4300  # of an integer: as many as Python reads by default
 QUESTION_COLUMNS = {"question": "answer", "problem": "solution"}
 
 
@@ -31,13 +33,17 @@ def load_rows(source: str | os.PathLike | Sequence[dict]) -> list[dict]:
     if not path.is_file():
         raise ValueError(f"data file {str(path)!r} does not exist")
     rows = []
-    try:
-        with path.open(encoding="utf-8-sig") as file:
-            for number, line in enumerate(file, start=1):
-                if line.strip():
-                    rows.append(_parse_line(line, f"{path}, line {number}"))
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}, after line {len(rows)}: not UTF-8 text ({error.reason})") from error
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            where = f"{path}, line {number}"
+            try:
+                text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+            except UnicodeDecodeError as error:
+                raise ValueError(
+                    f"{where}: not UTF-8 text ({error.reason} at byte {error.start} of the line)"
+                ) from error
+            if text.strip():
+                rows.append(_parse_line(text, where))
     if not rows:
         raise ValueError(f"{path}: empty file; expected one JSON object a line")
     return rows
@@ -45,12 +51,51 @@ def load_rows(source: str | os.PathLike | Sequence[dict]) -> list[dict]:
 
 def _parse_line(line: str, where: str) -> dict:
     try:
-        row = json.loads(line)
-    except (json.JSONDecodeError, RecursionError) as error:
+        row = json.loads(
+            line,
+            parse_int=_integer,
+            parse_float=_finite,
+            parse_constant=_refuse_constant,
+            object_pairs_hook=_object,
+        )
+        if "\\u" in line:  # only an escape can give half a character
+            json.dumps(row, ensure_ascii=False).encode()
+    except RecursionError as error:
+        raise ValueError(f"{where}: malformed JSON: nested too deep") from error
+    except UnicodeEncodeError as error:
+        half = f"\\u{ord(error.object[error.start]):04x}"
+        raise ValueError(f"{where}: malformed JSON: {half} is half a character") from error
+    except ValueError as error:  # JSONDecodeError is one
         raise ValueError(f"{where}: malformed JSON: {error}") from error
     if not isinstance(row, dict):
         raise ValueError(f"{where}: expected a JSON object, got {type(row).__name__} {line.strip()[:40]!r}")
     return row
+
+
+def _integer(text: str) -> int:
+    if len(text) > MAX_DIGITS:
+        raise ValueError(f"a number of {len(text.lstrip('-'))} digits is too long; write it as text")
+    return int(text)
+
+
+def _refuse_constant(name: str):
+    raise ValueError(f"{name} is no JSON; write null, or the number as text")
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if math.isinf(number):
+        raise ValueError(f"the number {text:.60} is too large; write it as text")
+    return number
+
+
+def _object(pairs: list[tuple]) -> dict:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the key {twice!r:.60} stands twice in one object")
+    return found
 
 
 def prompt_of(row: dict) -> str | list[dict]:
@@ -93,7 +138,8 @@ def column_names(row: dict) -> str:
     return ", ".join(map(str, row)) or "none"
 
 
-def located(function, index: int, row: dict, *arguments):
+def located(function, index: int, row, *arguments):
+    """function(row, *arguments); its ValueError names the data row."""
     try:
         return function(row, *arguments)
     except ValueError as error:

@@ -1,9 +1,7 @@
 """Rows, masks, packing, sampling; the bundled task is what its script writes."""
 
 import json
-import lzma
 import random
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,21 +14,11 @@ from cukit.datasets.sources import load_rows, prompt_of, prompt_rows, reward_col
 from cukit.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parents[2]
-GOLDEN = ROOT / "tests" / "golden"
 
 
 @pytest.fixture(scope="module")
 def tiny():
     return Tokenizer.from_folder(ROOT / "data" / "tiny-qwen3")
-
-
-@pytest.fixture(scope="module")
-def qwen(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("qwen3-tokenizer")
-    packed = (GOLDEN / "qwen3-tokenizer" / "tokenizer.json.xz").read_bytes()
-    (folder / "tokenizer.json").write_bytes(lzma.decompress(packed))
-    shutil.copy(GOLDEN / "qwen3-tokenizer" / "tokenizer_config.json", folder)
-    return Tokenizer.from_folder(folder)
 
 
 def user(text):
@@ -70,7 +58,7 @@ def test_load_rows(tmp_path):
         (b'{"prompt": "1"}\n{"prompt": }\n', "line 2: malformed JSON"),
         (b'{"prompt": "1"}\n\n[1, 2]\n', "line 3: expected a JSON object, got list '\\[1, 2\\]'"),
         (b'{"prompt": "1"}\n"text"\n', "line 2: expected a JSON object, got str"),
-        (b'{"prompt": "\xff"}\n', "not UTF-8"),
+        (b'{"prompt": "\xff"}\n', "line 1: not UTF-8"),
     ],
 )
 def test_load_rows_errors(tmp_path, content, message):

@@ -1,7 +1,6 @@
 """Ids, text and rendered chats equal transformers'; streaming gives whole characters; bad folders are refused."""
 
 import json
-import lzma
 import shutil
 from pathlib import Path
 
@@ -9,23 +8,9 @@ import pytest
 
 from cukit.tokenizer import IncrementalDecoder, Tokenizer
 
-GOLDEN = Path(__file__).parent / "golden"
-TINY = Path(__file__).parent.parent / "data" / "tiny-qwen3"
+GOLDEN = Path(__file__).parents[1] / "golden"
+TINY = Path(__file__).parents[2] / "data" / "tiny-qwen3"
 REFERENCE = json.loads((GOLDEN / "tokenizer_qwen3.json").read_text(encoding="utf-8"))
-
-
-@pytest.fixture(scope="module")
-def qwen_folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("qwen3-tokenizer")
-    packed = (GOLDEN / "qwen3-tokenizer" / "tokenizer.json.xz").read_bytes()
-    (folder / "tokenizer.json").write_bytes(lzma.decompress(packed))
-    shutil.copy(GOLDEN / "qwen3-tokenizer" / "tokenizer_config.json", folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def qwen(qwen_folder):
-    return Tokenizer.from_folder(qwen_folder)
 
 
 @pytest.fixture
@@ -145,10 +130,13 @@ def test_save_round_trip(tmp_path):
 def test_template_file_and_list_form(tiny_copy):
     edit_json(
         tiny_copy / "tokenizer_config.json",
-        chat_template=[{"name": "tool_use", "template": "no"}, {"name": "default", "template": "yes {{ eos_token }}"}],
+        chat_template=[
+            {"name": "tool_use", "template": "no"},
+            {"name": "default", "template": "{{ messages[0].content }} {{ eos_token }}"},
+        ],
     )
     chat = [{"role": "user", "content": "1"}]
-    assert Tokenizer.from_folder(tiny_copy).apply_chat_template(chat, tokenize=False) == "yes <|im_end|>"
+    assert Tokenizer.from_folder(tiny_copy).apply_chat_template(chat, tokenize=False) == "1 <|im_end|>"
     template = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% break %}{% endfor %}"
     (tiny_copy / "chat_template.jinja").write_text(template + "{{ strftime_now('%Y')|length }}{{ {'ü': 1}|tojson }}")
     assert Tokenizer.from_folder(tiny_copy).apply_chat_template(chat, tokenize=False) == '14{"ü": 1}'
