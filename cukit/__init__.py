@@ -4,21 +4,50 @@ The public names load on first use, so that `import cukit` costs nothing and CPU
 """
 
 import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .autograd import Tensor
+    from .engine.config import EngineConfig, SamplingParams
+    from .engine.llm import LLM
+    from .ops import policy_loss
+    from .trainers.config import GRPOConfig, SFTConfig, TrainerConfig
+    from .trainers.grpo import GRPOTrainer
+    from .trainers.sft import SFTTrainer
+    from .trainers.trainer import TrainerCallback
 
 __version__ = "0.1.0"
 
 _PUBLIC_NAMES = {
     "LLM": "cukit.engine.llm",
+    "EngineConfig": "cukit.engine.config",
     "SamplingParams": "cukit.engine.config",
     "GRPOConfig": "cukit.trainers.config",
     "GRPOTrainer": "cukit.trainers.grpo",
     "SFTConfig": "cukit.trainers.config",
     "SFTTrainer": "cukit.trainers.sft",
+    "TrainerConfig": "cukit.trainers.config",
+    "TrainerCallback": "cukit.trainers.trainer",
+    # what a loss of your own is made of
+    "Tensor": "cukit.autograd",
+    "policy_loss": "cukit.ops",
 }
-__all__ = list(_PUBLIC_NAMES)
+__all__ = [
+    "EngineConfig",
+    "GRPOConfig",
+    "GRPOTrainer",
+    "LLM",
+    "SFTConfig",
+    "SFTTrainer",
+    "SamplingParams",
+    "Tensor",
+    "TrainerCallback",
+    "TrainerConfig",
+    "policy_loss",
+]
 
 
-def __getattr__(name: str):
+def __getattr__(name: str) -> Any:
     if name not in _PUBLIC_NAMES:
         raise AttributeError(f"module 'cukit' has no attribute {name!r}")
     return getattr(importlib.import_module(_PUBLIC_NAMES[name]), name)

@@ -3,7 +3,6 @@ options.
 """
 
 from pathlib import Path
-from typing import ClassVar
 
 from ..engine.config import EngineConfig
 from ..models.config import DTYPES
@@ -15,7 +14,7 @@ WORKLOADS = ("N", "G", "decode")
 class BenchOptions(Options):
     """What every measurement takes."""
 
-    group: ClassVar[str] = "measurement"
+    group = "measurement"
     model: str | None = option(
         None,
         "a shape with random weights (qwen3-0.6b, smollm2-135m, tiny) or a model folder; default: qwen3-0.6b on cuda, "

@@ -1,14 +1,12 @@
 """The engine's limits, and how the completions of a prompt are drawn."""
 
-from typing import ClassVar
-
 from ..options import LARGEST_SEED, Options, check_choices, check_range, option, require
 
 
 class EngineConfig(Options):
     """The rollout engine's limits."""
 
-    group: ClassVar[str] = "engine"
+    group = "engine"
     max_model_len: int | None = option(None, "longest prompt + completion in tokens; default: the model's own limit")
     max_num_seqs: int = option(256, "sequences that decode together")
     max_num_batched_tokens: int = option(8192, "token budget of one engine step; long prompts are prefilled in chunks")
@@ -38,7 +36,7 @@ class EngineConfig(Options):
 class SamplingOptions(Options):
     """What generation and training rollouts share; names and meaning as in vLLM."""
 
-    group: ClassVar[str] = "generation"
+    group = "generation"
     top_p: float = option(1.0, "smallest set of tokens with this probability; 1 is off")
     top_k: int = option(0, "the k most probable tokens; 0 (or -1) is off")
     repetition_penalty: float = option(1.0, "above 1 makes tokens seen in prompt or completion less probable")

@@ -5,7 +5,7 @@ Values stay as they were given (None stays None); what follows from several of t
 
 import logging
 import math
-from typing import Any, ClassVar
+from typing import Any
 
 from ..engine.config import EngineConfig, SamplingOptions, SamplingParams
 from ..models.config import DTYPES
@@ -34,8 +34,8 @@ class TrainerConfig(Options):
     in transformers. eval_steps alone means eval_strategy=steps.
     """
 
-    group: ClassVar[str] = "training"
-    exclusive: ClassVar[tuple[tuple[str, ...], ...]] = (
+    group = "training"
+    exclusive = (
         ("max_steps", "num_train_epochs"),
         ("warmup_steps", "warmup_ratio"),
         ("eval_strategy", "eval_steps"),
@@ -167,7 +167,7 @@ class TrainerConfig(Options):
 class SFTConfig(TrainerConfig):
     """Supervised fine-tuning; names and defaults as in TRL."""
 
-    group: ClassVar[str] = "training"
+    group = "training"
     learning_rate: float = option(2e-5, "peak learning rate of AdamW")
     max_length: int = option(1024, "longest row in tokens; what is longer loses its end", group="demonstrations")
     packing: bool = option(
@@ -200,8 +200,8 @@ class GRPOConfig(TrainerConfig):
     names. TRL's generation_kwargs is another spelling of these options.
     """
 
-    group: ClassVar[str] = "loss"
-    exclusive: ClassVar[tuple[tuple[str, ...], ...]] = (
+    group = "loss"
+    exclusive = (
         *TrainerConfig.exclusive,
         ("generation_batch_size", "steps_per_generation"),
     )
