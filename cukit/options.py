@@ -299,11 +299,10 @@ def _collect(cls: type[Options]) -> dict[str, Option]:
                     default = meta["defaults"].get(item.name, item.default)
                     add(dataclasses.replace(item, default=default, owner=declared.name))
         elif "help" in meta:
-            default: Any = declared.default
-            if declared.default_factory is not MISSING:
-                default = declared.default_factory()
+            made: Any = declared.default_factory
+            own = declared.default if made is MISSING else made()
             group = meta["group"] or _group_of(cls, declared.name)
-            add(Option(declared.name, declared.type, default, meta["help"], meta["choices"], group, None))
+            add(Option(declared.name, declared.type, own, meta["help"], meta["choices"], group, None))
         else:
             raise TypeError(f"{cls.__name__}.{declared.name}: declare it by option(…) or nested(…)")
     return found

@@ -3,6 +3,7 @@
 import logging
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
 from ..options import require
 
@@ -92,7 +93,7 @@ class ModelConfig:
     pad_token_id: int | None = None
     raw: dict = field(default_factory=dict, repr=False, compare=False)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for name in (
             "vocab_size",
             "hidden_size",
@@ -170,7 +171,7 @@ class ModelConfig:
 
 def _read_architecture(config: dict) -> str:
     by_type = {model_type: name for name, model_type in ARCHITECTURES.items()}
-    names = config.get("architectures") or [by_type.get(config.get("model_type"), config.get("model_type"))]
+    names = config.get("architectures") or [by_type.get(str(config.get("model_type")), config.get("model_type"))]
     require(
         isinstance(names, list) and len(names) == 1 and names[0] in ARCHITECTURES,
         f"config.json: architectures={names!r} is not supported; cukit runs {', '.join(ARCHITECTURES)}",
@@ -230,7 +231,7 @@ def _read_rope_dict(config: dict, key: str) -> tuple[float, dict | None]:
         f"config.json: {key} must be one flat object (rope per layer type is not supported), got {rope!r}",
     )
 
-    def one(name: str, first, second, default=None):
+    def one(name: str, first: Any, second: Any, default: Any = None) -> Any:
         """Two places of one value, which must agree."""
         require(
             first is None or second is None or first == second,

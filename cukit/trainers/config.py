@@ -23,6 +23,12 @@ from ..options import (
 )
 
 logger = logging.getLogger(__name__)
+EXCLUSIVE: tuple[tuple[str, ...], ...] = (
+    ("max_steps", "num_train_epochs"),
+    ("warmup_steps", "warmup_ratio"),
+    ("eval_strategy", "eval_steps"),
+    ("dtype", "bf16", "fp16"),
+)
 SCHEDULES = ("linear", "cosine", "constant", "constant_with_warmup")
 
 
@@ -35,12 +41,7 @@ class TrainerConfig(Options):
     """
 
     group = "training"
-    exclusive = (
-        ("max_steps", "num_train_epochs"),
-        ("warmup_steps", "warmup_ratio"),
-        ("eval_strategy", "eval_steps"),
-        ("dtype", "bf16", "fp16"),
-    )
+    exclusive = EXCLUSIVE
 
     output_dir: str | None = option(None, "run folder; default: a fresh one below runs/", group="files")
     resume_from_checkpoint: str | None = option(
@@ -201,10 +202,7 @@ class GRPOConfig(TrainerConfig):
     """
 
     group = "loss"
-    exclusive = (
-        *TrainerConfig.exclusive,
-        ("generation_batch_size", "steps_per_generation"),
-    )
+    exclusive = (*EXCLUSIVE, ("generation_batch_size", "steps_per_generation"))
 
     learning_rate: float = option(1e-6, "peak learning rate of AdamW", group="training")
     eval_on_start: bool = option(True, "evaluate before the first and after the last step", group="evaluation")
@@ -335,11 +333,6 @@ class GRPOConfig(TrainerConfig):
     def num_slices(self) -> int:
         """Optimizer batches in a generation batch."""
         return self.generation_size // self.per_device_train_batch_size // self.gradient_accumulation_steps
-
-    @property
-    def clip_high(self) -> float:
-        """The ratio is clipped above 1 + this: epsilon_high, or epsilon where that is not given."""
-        return self.epsilon if self.epsilon_high is None else self.epsilon_high
 
     def sampling_params(self, **changes: Any) -> SamplingParams:
         """The training rollouts' SamplingParams (with log-probs), with `changes` applied."""

@@ -263,7 +263,7 @@ class GRPOTrainer(Trainer):
             per_token(micro_batch.weights),
             kind=POLICY_KINDS[args.loss_type],
             eps_low=args.epsilon,
-            eps_high=args.clip_high,
+            eps_high=args.epsilon if args.epsilon_high is None else args.epsilon_high,
             delta=args.delta,
             beta=args.beta,
             bias_kl=args.use_bias_correction_kl,
