@@ -1,20 +1,11 @@
 """cukit: train and run language models without PyTorch.
 
-The public names load on first use, so that `import cukit` costs nothing and CPU use never imports CuPy.
+The public names load on first use, so that `import cukit` costs nothing and CPU use never imports CuPy. For editors and
+type checkers they stand in __init__.pyi.
 """
 
 import importlib
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from .autograd import Tensor
-    from .engine.config import EngineConfig, SamplingParams
-    from .engine.llm import LLM
-    from .ops import policy_loss
-    from .trainers.config import GRPOConfig, SFTConfig, TrainerConfig
-    from .trainers.grpo import GRPOTrainer
-    from .trainers.sft import SFTTrainer
-    from .trainers.trainer import TrainerCallback
+from typing import Any
 
 __version__ = "0.1.0"
 
@@ -32,19 +23,7 @@ _PUBLIC_NAMES = {
     "Tensor": "cukit.autograd",
     "policy_loss": "cukit.ops",
 }
-__all__ = [
-    "EngineConfig",
-    "GRPOConfig",
-    "GRPOTrainer",
-    "LLM",
-    "SFTConfig",
-    "SFTTrainer",
-    "SamplingParams",
-    "Tensor",
-    "TrainerCallback",
-    "TrainerConfig",
-    "policy_loss",
-]
+__all__ = list(_PUBLIC_NAMES)
 
 
 def __getattr__(name: str) -> Any:
