@@ -125,11 +125,7 @@ class TrainerConfig(Options):
             self.evaluates != "steps" or self.eval_steps is not None,
             "eval_strategy=steps needs eval_steps (steps between evaluations)",
         )
-        for ruling, void in (
-            ("max_steps", "num_train_epochs"),
-            ("warmup_steps", "warmup_ratio"),
-            ("eval_strategy", "eval_steps"),
-        ):
+        for ruling, void in EXCLUSIVE[:3]:
             if void in self.ruled_out() and {ruling, void} <= self.given and getattr(self, void):
                 value = getattr(self, ruling)
                 say_once(logger, f"{ruling}={value} rules: {void}={getattr(self, void)} is not used")
