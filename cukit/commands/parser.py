@@ -94,7 +94,7 @@ def resolve(command: Command, given: dict[str, Any]) -> dict[str, Any]:
     path = given.pop("config", None)
     if path is None and given.get("resume_from_checkpoint"):
         path, given = resumed_config(given)
-    own_data = given.get("data") is not None and not _is_bundled(command, given["data"])
+    own_data = given.get("data") is not None and not _is_bundled(given["data"])
     earlier: dict[str, Any] = {}
     if path is not None:
         earlier = read_yaml(command, path)
@@ -130,7 +130,7 @@ def _refuse_hub_name(name: str, path: str | None) -> None:
 
 def _fill_in(command: Command, values: dict[str, Any]) -> None:
     """The bundled files for what is not given, said aloud. A reward is never guessed for data of the user's own."""
-    own_data = values.get("data") is not None and not _is_bundled(command, values["data"])
+    own_data = values.get("data") is not None and not _is_bundled(values["data"])
     for name, value in command.bundled.items():
         if values.get(name) is not None or (name == "eval_data" and own_data):
             continue
@@ -143,18 +143,23 @@ def _fill_in(command: Command, values: dict[str, Any]) -> None:
         say(f"{name}: {value} (bundled; choose with --{name})")
 
 
-def _is_bundled(command: Command, path: str) -> bool:
-    return any(bundled(path) == bundled(value) for value in command.bundled.values() if isinstance(value, str))
+def _is_bundled(path: str) -> bool:
+    """Whether these are rows of the bundled task."""
+    return any(Path(bundled(path)).resolve().is_relative_to((root / "arithmetic").resolve()) for root in _data_roots())
 
 
 def bundled(path: str) -> str:
     """A path that begins with data/ and is not in the working directory means cukit's own data (checkout or wheel)."""
     if path.startswith("data/") and not Path(path).exists():
-        package = Path(cukit.__file__).parent
-        for root in (package.parent / "data", package / "data_files"):
+        for root in _data_roots():
             if (root / path.removeprefix("data/")).exists():
                 return str(root / path.removeprefix("data/"))
     return path
+
+
+def _data_roots() -> tuple[Path, Path]:
+    package = Path(cukit.__file__).parent
+    return package.parent / "data", package / "data_files"
 
 
 def model_of(path: str) -> str:

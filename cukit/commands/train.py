@@ -73,5 +73,9 @@ def has_model(run: Path) -> bool:
 
 def program() -> str:
     """How this program was called, for a command that is to be copied."""
-    name = Path(sys.argv[0]).name
-    return {"cukit": "cukit", "cukit.exe": "cukit", "__main__.py": "python -m cukit"}.get(name, "python cukit_cli.py")
+    called = Path(sys.argv[0])
+    if called.stem == "cukit":
+        return "cukit"
+    if called.name == "__main__.py" and called.parent.name == "cukit":
+        return "python -m cukit"
+    return f"python {shlex.quote(sys.argv[0]) if called.name == 'cukit_cli.py' else 'cukit_cli.py'}"
