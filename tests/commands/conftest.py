@@ -1,5 +1,7 @@
 """What the tests of commands share."""
 
+import contextlib
+import io
 from pathlib import Path
 
 import pytest
@@ -22,8 +24,11 @@ def options():
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory) -> Path:
     """A model folder made by one step of the sft command."""
-    run = tmp_path_factory.mktemp("tiny") / "run"
-    assert cukit_cli.main(["sft", "--max_steps", "1", "--output_dir", str(run)]) == 0
+    run = tmp_path_factory.mktemp("tiny") / "a run"
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        assert cukit_cli.main(["sft", "--max_steps", "1", "--output_dir", str(run)]) == 0
+    (run.parent / "printed.txt").write_text(printed.getvalue())
     return run / "checkpoint-1"
 
 

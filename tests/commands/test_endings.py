@@ -215,8 +215,8 @@ def test_c14_pytest_slow_needs_no_gpu():
         )
         return [line for line in ended.stdout.splitlines() if "::" in line]
 
-    assert chosen("-m", "slow") == [] == chosen("-m", "not slow")
-    assert len(chosen("-m", "gpu and slow")) >= 7 and len(chosen("-m", "gpu")) > 100
+    assert chosen("-m", "slow") == []
+    assert len(chosen("-m", "gpu and slow")) >= 7
 
 
 # ---- c12, c13 --------------------------------------------------------------------------------------------------------
@@ -248,10 +248,8 @@ def test_c12_run_folders_are_taken_as_models(tiny, options, capsys, tmp_path, fa
     assert "run folder without a model" in fails("generate", "--model", empty, "--prompt", "x")
 
 
-def test_c12_the_last_line_is_the_command_to_talk_to_the_result(capsys, tmp_path, monkeypatch):
-    run = tmp_path / "my run"
-    assert cukit_cli.main(["sft", "--max_steps", "1", "--output_dir", str(run)]) == 0
-    last = capsys.readouterr().out.splitlines()[-1]
+def test_c12_the_last_line_is_the_command_to_talk_to_the_result(tiny):
+    last = (tiny.parents[1] / "printed.txt").read_text().splitlines()[-1]
     command = last.removeprefix("talk to it: ").replace("python cukit_cli.py", '"$PY" "$CLI"')
     ended = shell(f"echo 1+2 | {command} --max_tokens 3")
     assert ended.returncode == 0 and ended.stdout.strip(), ended.stderr
