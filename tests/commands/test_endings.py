@@ -80,7 +80,8 @@ def test_e9_other_errors_of_the_device_keep_their_traceback(doctor_raises):
 
 
 def test_e9_seeds_are_checked_against_64_bits(fails):
-    for command in (["sft"], ["grpo"], ["generate", "--prompt", "x"], ["eval"], ["bench", "generate"]):
+    steps = ["--max_steps", "1", "--dry_run"]
+    for command in (["sft", *steps], ["grpo", *steps], ["generate", "--prompt", "x"], ["eval"], ["bench", "generate"]):
         assert "seed must be at least 0 and at most" in fails(*command, "--seed", "99999999999999999999999")
     assert SFTConfig(seed=2**64 - 1).seed == 2**64 - 1
 
