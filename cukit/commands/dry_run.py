@@ -9,67 +9,52 @@ from typing import Any
 import yaml
 
 from ..engine.config import EngineConfig
-from ..models.config import ModelConfig
 from ..options import Options, flat_values
 from ..trainers.config import TrainerConfig
 
 
 def show_training(trainer_class: Any, args: TrainerConfig, read: dict[str, str]) -> None:
     """read: the files: model, data, eval_data."""
-    from ..engine.memory import ModelUse
-
-    config = _model_config(read["model"])
+    trainer = without_weights(trainer_class, args, read)
     _print_options(read | flat_values(args))
-    print(f"# steps: {count_steps(trainer_class, args, read, config)}")
-    backend, dtype = _backend_and_dtype(args.device, args.dtype)
-    uses = [ModelUse("policy", config, dtype, True)]
-    if getattr(args, "beta", 0):
-        uses.append(ModelUse("reference", config, dtype, False))
-    _print_plan(
-        uses,
-        getattr(args, "engine", None),
-        backend,
-        max_tokens_per_batch=args.max_tokens_per_batch,
-        gradient_checkpointing=args.gradient_checkpointing,
-    )
+    print(f"# steps: {trainer.count_steps()}")
+    _print_plan(trainer.plan_memory())
 
 
 def show_engine(options: Options, model: str, device: str, dtype: str, engine: EngineConfig) -> None:
     """For commands that only generate."""
-    from ..engine.memory import ModelUse
+    from ..engine.memory import ModelUse, plan_memory
 
-    config = _model_config(model)
+    shape = model_shape(model, device, dtype)
     _print_options(flat_values(options))
-    backend, dtype = _backend_and_dtype(device, dtype)
-    _print_plan([ModelUse("model", config, dtype, False)], engine, backend)
+    _print_plan(plan_memory([ModelUse("model", shape.config, shape.dtype)], engine, shape.backend))
 
 
-def count_steps(trainer_class: Any, args: TrainerConfig, read: dict[str, str], config: ModelConfig) -> int:
-    """Optimizer steps of the run, counted by the trainer's own hooks on its rows; they need no weights."""
+def without_weights(trainer_class: Any, args: TrainerConfig, read: dict[str, str]) -> Any:
+    """A trainer that can prepare rows, count steps and plan memory, and nothing else: its model is a shape."""
     from ..datasets.sources import load_rows
     from ..models.weights import model_folder
     from ..tokenizer import Tokenizer
 
     tokenizer = Tokenizer.from_folder(model_folder(read["model"]))
-    shape = SimpleNamespace(config=config, vocab_size=min(config.vocab_size, tokenizer.vocab_size))
-    parts = {"args": args, "model": shape, "tokenizer": tokenizer, "progress": None}
-    without_weights: Any = type(f"{trainer_class.__name__}WithoutWeights", (trainer_class,), parts)
-    trainer = object.__new__(without_weights)
+    shape = model_shape(read["model"], args.device, args.dtype)
+    shape.vocab_size = min(shape.vocab_size, tokenizer.vocab_size)
+    policy = SimpleNamespace(name="policy", model=shape, optimizer=None)
+    parts = {"args": args, "model": shape, "models": {"policy": policy}, "tokenizer": tokenizer, "progress": None}
+    made: Any = type(f"{trainer_class.__name__}WithoutWeights", (trainer_class,), parts)
+    trainer = object.__new__(made)
     trainer.train_rows = trainer.prepare_rows(load_rows(read["data"]), "train_dataset")
-    return trainer.count_steps()
+    trainer.eval_rows = []
+    return trainer
 
 
-def _model_config(model: str) -> ModelConfig:
+def model_shape(model: str, device: str, dtype: str) -> SimpleNamespace:
+    """What planning needs of a Decoder: config, vocab_size, backend, dtype."""
+    from ..backend import backend_for
     from ..models.weights import load_config
 
-    return load_config(model)
-
-
-def _backend_and_dtype(device: str, dtype: str) -> tuple[Any, Any]:
-    from ..backend import backend_for
-
-    backend = backend_for(device)
-    return backend, backend.dtype_of(dtype)
+    config, backend = load_config(model), backend_for(device)
+    return SimpleNamespace(config=config, vocab_size=config.vocab_size, backend=backend, dtype=backend.dtype_of(dtype))
 
 
 def _print_options(values: dict[str, Any]) -> None:
@@ -77,8 +62,6 @@ def _print_options(values: dict[str, Any]) -> None:
     print(yaml.safe_dump(given, sort_keys=False, allow_unicode=True), end="")
 
 
-def _print_plan(uses: list[Any], engine: EngineConfig | None, backend: Any, **training: Any) -> None:
-    from ..engine.memory import plan_memory
-
-    for line in plan_memory(uses, engine, backend, **training).table().splitlines():
+def _print_plan(plan: Any) -> None:
+    for line in plan.table().splitlines():
         print(f"# {line}".rstrip())

@@ -122,7 +122,9 @@ def resolve(command: Command, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _refuse_hub_name(name: str, path: str | None) -> None:
-    if path and path.count("/") == 1 and not Path(path).exists() and not Path(path).parent.is_dir():
+    if not path or path.count("/") != 1 or Path(path).suffix in (".jsonl", ".json", ".csv", ".parquet"):
+        return
+    if not Path(path).exists() and not Path(path).parent.is_dir():
         raise ValueError(
             f"{name} {path!r} is no file here; data sets of the Hugging Face hub are not fetched yet: give a JSONL file"
         )

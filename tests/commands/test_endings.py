@@ -5,7 +5,7 @@ import io
 import os
 import subprocess
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -14,11 +14,12 @@ import pytest
 import yaml
 
 import cukit_cli
-from cukit import GRPOConfig, SFTConfig, SFTTrainer
+from cukit import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 from cukit.commands import generate as generate_command
 from cukit.commands.evaluate import EvalOptions, report
 from cukit.commands.parser import make
 from cukit.commands.train import program
+from cukit.trainers.trainer import Trainer
 
 ROOT = Path(__file__).parents[2]
 
@@ -87,8 +88,6 @@ def test_e9_seeds_are_checked_against_64_bits(fails):
 
 
 def test_e9_a_config_written_through_the_python_api_reads_back_with_another_batch_size(options, tiny, tmp_path):
-    from cukit import GRPOTrainer
-
     args = GRPOConfig(per_device_train_batch_size=8, num_generations=4, max_completion_length=2, max_steps=1)
     args.output_dir = str(tmp_path / "run")
     rows = [{"prompt": "1"}, {"prompt": "2"}]
@@ -285,26 +284,22 @@ def test_c13_eval_warns_when_completions_are_cut_and_counts_what_the_reward_left
 # ---- dry runs --------------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class _Use:
-    name: str
-    config: object
-    dtype: object
-    trained: bool
-
-
 @pytest.fixture
 def plans(monkeypatch):
     """What the planner is asked; a stand-in answers."""
     asked = []
 
-    def plan_memory(uses, engine, backend, **training):
-        asked.append(([(use.name, use.trained) for use in uses], engine, backend.name, training))
+    def answered(*question):
+        asked.append(question)
         return SimpleNamespace(table=lambda: "weights  1 GB\ncache    2 GB")
 
     module = ModuleType("cukit.engine.memory")
-    module.ModelUse, module.plan_memory = _Use, plan_memory
+    module.ModelUse = lambda name, config, dtype, **more: (name, dtype, more)
+    module.plan_memory = lambda uses, engine, backend: answered(uses, engine, backend.name)
     monkeypatch.setitem(sys.modules, "cukit.engine.memory", module)
+    plan = lambda self, *uses, **sizes: answered(self.model.config, self.model.dtype, self.args)  # noqa: E731
+    for trainer in (Trainer, SFTTrainer, GRPOTrainer):
+        monkeypatch.setattr(trainer, "plan_memory", plan, raising=False)
     return asked
 
 
@@ -315,9 +310,8 @@ def test_dry_run_of_training_prints_options_steps_and_the_plan(plans, capsys, tm
     text = capsys.readouterr().out
     rows = len((ROOT / "data/arithmetic/train.jsonl").read_text().splitlines())
     assert f"# steps: {-(-2 * rows // 16)}\n" in text and text.endswith("# weights  1 GB\n# cache    2 GB\n")
-    ((uses, engine, backend, training),) = plans
-    assert uses == [("policy", True), ("reference", False)] and engine.exact == "true" and backend == "cpu"
-    assert training == {"max_tokens_per_batch": 1024, "gradient_checkpointing": False}
+    ((config, dtype, args),) = plans
+    assert config.hidden_size == 128 and dtype == np.float32 and args.engine.exact == "true"
     assert list(tmp_path.iterdir()) == []  # no run folder
     values = yaml.safe_load(text)  # and what it prints is a configuration
     assert values["beta"] == 0.1 and values["exact"] == "true" and "max_steps" not in values and "dry_run" not in values
@@ -340,7 +334,7 @@ def test_dry_run_counts_the_steps_that_a_trainer_counts(plans, capsys, tmp_path,
 @pytest.mark.parametrize("command", ["generate", "eval"])
 def test_dry_run_of_an_engine(plans, capsys, command):
     assert cukit_cli.main([command, "--dry_run", "--max_num_seqs", "3", "--device", "cpu"]) == 0
-    ((uses, engine, backend, training),) = plans
-    assert (uses, engine.max_num_seqs, backend, training) == ([("model", False)], 3, "cpu", {})
+    ((uses, engine, backend),) = plans
+    assert (uses, engine.max_num_seqs, backend) == ([("model", np.float32, {})], 3, "cpu")
     values = yaml.safe_load(capsys.readouterr().out)
     assert values["max_num_seqs"] == 3 and values["temperature"] == (0.0 if command == "eval" else 1.0)

@@ -281,6 +281,7 @@ def test_c15_other_mistakes_with_names(fails, tmp_path):
     assert "--use_vllm (the engine is part of cukit" in fails("grpo", "--use_vllm", "true", "--lora_r", "8")
     line = fails("sft", "--model", "m", "--dataset_name", "trl-lib/Capybara")
     assert "trl-lib/Capybara" in line and "hub are not fetched yet" in line
+    assert "does not exist" in fails("sft", "--data", "nowhere/rows.jsonl")
 
 
 def test_c15_no_name_of_the_table_is_an_option():
