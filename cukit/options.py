@@ -64,7 +64,7 @@ def option(
 
 
 def nested(cls: type["Options"], without: tuple[str, ...] = (), **defaults: Any) -> Any:
-    """A field that holds another options class, whose options (but `without`) become options of this class.
+    """A field that holds another options class. Its options (but `without`) become options of this class.
 
     `defaults` replace those of `cls` here. A name that the class has already is an error at import.
     """
@@ -78,7 +78,7 @@ class Options:
     """The base of every configuration; see the module's docstring.
 
     A subclass may set `group` (the heading of its options in help), `exclusive` (sets of options of which the one given
-    later wins), and override `respelled`, `__post_init__` and `ruled_out`.
+    later wins), and override `respelled`, `__post_init__`, `merged` and `ruled_out`.
     """
 
     group: ClassVar[str] = "other"
@@ -170,7 +170,8 @@ def flat_values(config: Options) -> dict[str, Any]:
 
     `type(config)(**flat_values(config))` behaves as config does.
     """
-    return {name: getattr(config, name) for name in config.options() if name not in config.ruled_out()}
+    out = config.ruled_out()
+    return {name: getattr(config, name) for name in config.options() if name not in out}
 
 
 def given_values(config: Options) -> dict[str, Any]:

@@ -37,9 +37,9 @@ def of_command(name: str, command: "Command", options: dict[str, Option]) -> str
     if command.examples:
         lines += ["Examples:", *(f"  {example}" for example in command.examples), ""]
     found = dict.fromkeys(item.group for item in options.values())
-    for group in sorted(found, key=lambda group: GROUPS.index(group) if group in GROUPS else len(GROUPS)):
+    for place, group in enumerate(sorted(found, key=lambda group: GROUPS.index(group) if group in GROUPS else 99)):
         lines.append(f"{group[0].upper()}{group[1:]}:")
-        if group == "files":
+        if place == 0:
             lines += entry("--config FILE", "YAML file of options; options given here override it")
         for item in options.values():
             if item.group == group:

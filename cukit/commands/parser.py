@@ -169,14 +169,16 @@ def model_of(path: str) -> str:
     from ..runs.checkpoint import latest_checkpoint
 
     folder = Path(path)
-    if not folder.is_dir() or not any((folder / name).is_file() for name in ("config.yaml", "metrics.jsonl")):
-        return path
+    is_run = any((folder / name).is_file() for name in ("config.yaml", "metrics.jsonl"))
     if (folder / "config.json").is_file():
-        say(f"model: {path} (the final model of this run)")
+        if is_run:
+            say(f"model: {path} (the final model of this run)")
         return path
     newest = latest_checkpoint(folder)
     if newest is None:
-        raise ValueError(f"{path} is a run folder without a model: its run has saved no checkpoint")
+        if is_run:
+            raise ValueError(f"{path} is a run folder without a model: its run has saved no checkpoint")
+        return path
     say(f"model: {newest} (the newest checkpoint of this run)")
     return str(newest)
 

@@ -242,6 +242,8 @@ def test_c12_run_folders_are_taken_as_models(tiny, options, capsys, tmp_path, fa
         newest = str(unfinished / "checkpoint-10")
         assert options(*command.split(), "--model", str(unfinished))["model"] == newest
         assert f"model: {newest} (the newest checkpoint" in capsys.readouterr().err
+    (unfinished / "config.yaml").unlink()  # a copy of its checkpoints alone
+    assert options("eval", "--model", str(unfinished))["model"] == newest
     empty = tmp_path / "grpo-002"
     empty.mkdir()
     (empty / "config.yaml").write_text("model: m\n")

@@ -305,6 +305,7 @@ def test_help_is_grouped_and_has_examples_that_parse(name, capsys):
     assert all(
         f"{group[0].upper()}{group[1:]}:" in text for group in {o.group for o in command_options(command).values()}
     )
+    assert ("--config FILE" in text) is bool(command.parts)
     assert name == "doctor" or 2 <= len(command.examples) <= 3
     for example in command.examples:
         words = shlex.split(example.partition(" # ")[0].partition("| ")[2] or example.partition(" # ")[0])
