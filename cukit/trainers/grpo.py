@@ -17,6 +17,7 @@ from ..datasets.sources import prompt_rows
 from ..models.decoder import Decoder
 from ..models.logprobs import batches_by_tokens, target_logprobs
 from ..ops import policy_loss
+from ..options import flat_values
 from .advantage import POLICY_KINDS, group_advantages, token_weights
 from .config import GRPOConfig
 from .rewarding import RewardScorer, completion_rows, nan_mean, sample_metrics
@@ -72,14 +73,7 @@ class GRPOTrainer(Trainer):
             raise ValueError("GRPOTrainer needs train_dataset: a list of rows with a prompt, or a JSONL file")
         self.scorer = RewardScorer(reward_funcs, args.reward_weights)
         super().__init__(model, args, train_dataset, eval_dataset, processing_class, callbacks, device, dtype)
-        self.rollout = Rollout(
-            self.model,
-            self.tokenizer,
-            max_model_len=args.max_model_len,
-            max_num_seqs=args.max_num_seqs,
-            max_num_batched_tokens=args.max_num_batched_tokens,
-            gpu_memory_utilization=args.gpu_memory_utilization,
-        )
+        self.rollout = Rollout(self.model, self.tokenizer, **flat_values(args.engine))
         self.reference = _frozen_copy(self.model) if args.beta else None
         self.vocab_limit = min(self.tokenizer.vocab_size, self.model.config.vocab_size)
         self._batch: GenerationBatch | None = None
@@ -110,7 +104,7 @@ class GRPOTrainer(Trainer):
     @property
     def _slices(self):
         """Optimizer batches in a generation batch."""
-        return self.args.steps_per_generation // self.args.gradient_accumulation_steps
+        return self.args.num_slices
 
     @property
     def _updates_a_generation(self):
@@ -120,7 +114,7 @@ class GRPOTrainer(Trainer):
         args = self.args
         if args.max_steps > 0:
             return args.max_steps
-        prompts = args.generation_batch_size // args.num_generations
+        prompts = args.generation_size // args.num_generations
         return max(1, math.ceil(args.num_train_epochs * len(self.train_rows) / prompts)) * self._updates_a_generation
 
     def make_batch(self, step):
@@ -156,7 +150,7 @@ class GRPOTrainer(Trainer):
     def _generate(self, generation: int):
         """Draw and score the generation batch number `generation`; returns it and its metrics."""
         args = self.args
-        picked = [self.train_rows[i] for i in self.sampler.take(args.generation_batch_size // args.num_generations)]
+        picked = [self.train_rows[i] for i in self.sampler.take(args.generation_size // args.num_generations)]
         with self.timer("generate"):
             samples = self.rollout.generate(
                 [ids for _, ids in picked],
@@ -269,7 +263,7 @@ class GRPOTrainer(Trainer):
             per_token(micro_batch.weights),
             kind=POLICY_KINDS[args.loss_type],
             eps_low=args.epsilon,
-            eps_high=args.epsilon_high,
+            eps_high=args.epsilon if args.epsilon_high is None else args.epsilon_high,
             delta=args.delta,
             beta=args.beta,
             bias_kl=args.use_bias_correction_kl,
