@@ -237,7 +237,8 @@ class LayerBytes:
             statistics += config.num_attention_heads + config.num_key_value_heads
         gradients = max(3 * width + 2 * hidden, 2 * qkv + queries + hidden)
         size = dtype.itemsize
-        return cls(hidden * size, saved * size + statistics * precise.itemsize, gradients * size)
+        one = precise.itemsize
+        return cls(hidden * size + one, saved * size + statistics * one, gradients * size)
 
 
 def _training(uses, backend, tokens, gradient_checkpointing, micro_batches, ranks) -> list[Item]:
@@ -343,7 +344,7 @@ def _with_cache(plan: Plan, use: ModelUse, engine: EngineConfig, backend, longes
     awake = (plan.limit - plan.peak_bytes) // block if backend.name == "cuda" else min(asleep, CPU_CACHE_BYTES // block)
     blocks, needed, sleeps = engine.num_kv_blocks, -(-length // size), False  # needed: by one sequence
     if blocks is None:
-        wanted = engine.max_num_seqs * -(-min(length, longest_sequence or length) // size)
+        wanted = max(needed, engine.max_num_seqs * -(-min(length, longest_sequence or length) // size))
         if backend.name == "cuda" and awake < wanted:
             sleeps = asleep >= SLEEP_GAIN * awake or awake < needed <= asleep
         blocks = max(1, min(wanted, asleep if sleeps else awake))
@@ -388,12 +389,12 @@ def _checked(plan: Plan, on_card: bool) -> Plan:
 
 
 def _ways_out(phase: str, plan: Plan) -> str:
-    first, ways = "", ["the dtype"]
+    first, ways = "", []
     if phase == "training":
-        ways = ["max_tokens_per_batch", *ways]
+        ways = ["max_tokens_per_batch"]
         if not any("one layer again" in item.name and item.nbytes for item in plan.items):
             first = "set gradient_checkpointing, or "
     if plan.share is not None:
         ways += ["max_num_seqs", "max_model_len", "num_kv_blocks"]
     last = "" if plan.share in (None, 1.0) else ", or raise gpu_memory_utilization"
-    return f"{first}lower {', '.join(ways)}{last}"
+    return f"{first}lower {', '.join(ways)}, or take a smaller dtype{last}"
