@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 import threading
+import time
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -165,3 +167,51 @@ def test_a_forked_child_multiplies_too():
     subprocess.run(
         [sys.executable, "-W", "ignore", "-c", code], timeout=60, check=True, env={"PYTHONPATH": "."}, cwd=ROOT
     )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("rows", [2, 4, 8, linear.FEW_ROWS])
+def test_e18_a_few_rows_read_a_weight_once_in_blocks_that_blas_does_not_copy(rng, monkeypatch, dtype, rows):
+    x, w, _ = inputs(rng, rows, dtype)
+    read, matmul = [], np.matmul
+
+    def spy(block, xt, out):
+        read.append(block.shape)
+        return matmul(block, xt, out=out)
+
+    monkeypatch.setattr(linear.np, "matmul", spy)
+    be.linear_forward(x, w)
+    assert sum(np.prod(shape) for shape in read) == w.size
+    largest = max(shape[-2] * shape[-1] for shape in read)
+    assert 50 * w.shape[1] <= largest <= linear.BLOCK and largest * rows <= linear.SMALL_PRODUCT
+
+
+def test_e18_a_half_precision_weight_is_never_held_in_float32(rng):
+    x, w, _ = inputs(rng, 3, "bfloat16", (4096, 1024))
+    be.linear_forward(x, w)
+    tracemalloc.start()
+    try:
+        be.linear_forward(x, w)
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most < w.size * 4 / 4
+
+
+@pytest.mark.slow
+def test_e18_a_few_rows_cost_little_more_than_one(rng):
+    """The row's limits for a step, on weights that no cache holds; time of this thread alone. Needs OpenBLAS's kernels
+    for small products (AVX-512).
+    """
+    weights = [rng.standard_normal((3072, 576), dtype=np.float32) for _ in range(12)]
+    limits = {1: 1.0, 2: 1.4, 4: 1.9, 8: 2.7}
+    least = dict.fromkeys(limits, np.inf)
+    with threads.one_blas_thread():
+        for _ in range(30):
+            for rows in least:
+                x = np.ones((rows, 576), np.float32)
+                start = time.thread_time()
+                for w in weights:
+                    be.linear_forward(x, w)
+                least[rows] = min(least[rows], time.thread_time() - start)
+    assert all(least[rows] <= limit * least[1] for rows, limit in limits.items()), least
