@@ -3,7 +3,8 @@
     python tests/oracle/cpu_rows.py [--rows 1 2 4 8] [--dtypes float32 bfloat16] [--repeats 15]
 
 Wanted, float32: 2 rows at most 1.4 times, 4 rows 1.9 times, 8 rows 2.7 times as long as 1 row; bfloat16 no slower than
-float32 (exit code 1 where one of these is missed). Needs a quiet machine: each number is the least of `repeats` rounds in which all take their turns.
+float32 (exit code 1 where one of these is missed). Needs a quiet machine: each number is the least of `repeats` rounds
+in which all take their turns.
 """
 
 import argparse

@@ -6,10 +6,9 @@ from .device import accumulator
 from .threads import MANY_WEIGHTS, blas_threads, one_blas_thread, share
 
 FEW_ROWS = 16  # up to here a product with a large weight streams the weight block by block (see _few_rows)
-BLOCK = (
-    2**16
-)  # weights of a block: 256 KB in float32, which stay in a core's second cache until all rows have used them
+BLOCK = 2**16  # weights of a block: 256 KB in float32, which stay in a core's second cache until all rows are done
 SMALL_PRODUCT = 999_999  # multiplications of a block; above it OpenBLAS copies the weight into a layout of its own
+MOST_THREADS = 8  # that share a weight: so many use up the memory's bandwidth, and more take turns at the interpreter
 
 
 def set_exact(policy: str):
@@ -66,12 +65,13 @@ def _few_rows(x, w):
     Above one row, OpenBLAS first copies the whole weight: 2 rows take three times as long as 1. Small products it makes
     in place, so the weight is cut into blocks that are small products. A weight in half precision becomes float32 block
     by block in the cache, which costs less than reading a float32 weight from memory; nothing is kept, so a changed
-    weight needs no word to anybody. Each thread takes a run of blocks.
+    weight is seen at once. Each thread takes a run of blocks.
     """
     rows, (outs, cols) = len(x), w.shape
     block = max(1, min(BLOCK, SMALL_PRODUCT // rows) // cols)
     y = np.empty((outs, rows), x.dtype)
-    blocks, threads = -(-outs // block), blas_threads()
+    blocks = -(-outs // block)
+    threads = max(1, min(blas_threads(), blocks // 2, MOST_THREADS))
     borders = [min(outs, blocks * number // threads * block) for number in range(threads + 1)]
     multiply = _multiply_blocks if w.dtype == x.dtype else _convert_and_multiply_blocks
     with one_blas_thread():
