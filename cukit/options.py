@@ -36,3 +36,8 @@ def check_choices(config) -> None:
             choices is None or value in choices,
             f"{item.name} must be one of {', '.join(map(str, choices or ()))}, got {value!r}",
         )
+
+
+def flat_values(config) -> dict[str, Any]:
+    """Every option's value by its name."""
+    return {item.name: getattr(config, item.name) for item in fields(config)}

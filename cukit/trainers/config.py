@@ -1,5 +1,6 @@
 """One dataclass a trainer; names, defaults and meaning are TRL's."""
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,6 +77,15 @@ class TrainerConfig:
             self.eval_strategy != "steps" or self.eval_steps is not None,
             "eval_strategy=steps needs eval_steps (steps between evaluations)",
         )
+
+    @property
+    def evaluates(self) -> str:
+        """When evaluations happen: "no", "steps" (of eval_steps) or "epoch"."""
+        return self.eval_strategy
+
+    def num_warmup_steps(self, total_steps: int) -> int:
+        """Steps of warm-up in a run of total_steps: warmup_steps, else warmup_ratio of them, rounded up."""
+        return self.warmup_steps or math.ceil(total_steps * self.warmup_ratio)
 
 
 @dataclass

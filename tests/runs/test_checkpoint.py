@@ -57,9 +57,9 @@ def test_a_failed_save_leaves_the_old_checkpoint(tmp_path, model):
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-1"]
 
 
-def test_latest_is_by_number_and_rotation_drops_the_oldest(tmp_path):
+def test_latest_is_by_number_and_rotation_drops_the_oldest(tmp_path, model):
     for step in (9, 100, 20):
-        (tmp_path / f"checkpoint-{step}").mkdir()
+        save_checkpoint(tmp_path / f"checkpoint-{step}", model, None, {}, {})
     (tmp_path / "checkpoint-best").mkdir()
     assert latest_checkpoint(tmp_path) == tmp_path / "checkpoint-100"
     assert rotate_checkpoints(tmp_path, None) == []
