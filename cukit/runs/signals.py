@@ -21,8 +21,9 @@ class StopSignal:
     """`with StopSignal() as stop:` turns the first Ctrl-C (or SIGTERM) into stop.requested, so that an update is never
     cut in two. The second one has its usual effect.
 
-    A stop inside `with stop.interruptible():` raises RunStopped there and then. Signals reach the main thread only; in
-    another thread nothing is installed and request() is the way to stop.
+    Long phases look at `requested`, or call raise_if_requested() between their parts. Code that does not know of stops,
+    such as a reward, runs inside `with stop.interruptible():`, where a stop raises RunStopped there and then. Signals
+    reach the main thread only; in another thread nothing is installed and request() is the way to stop.
     """
 
     def __init__(self):
@@ -50,14 +51,13 @@ class StopSignal:
 
     @contextmanager
     def interruptible(self):
-        """For work that can be thrown away: evaluation, generation, rewards."""
+        """For work of others that can be thrown away wherever it is."""
         self.raise_if_requested()
         self._interruptible = True
         try:
             yield
         finally:
             self._interruptible = False
-        self.raise_if_requested()  # the phase may have looked at `requested` and ended early
 
     def raise_if_requested(self) -> None:
         if self.requested:

@@ -100,7 +100,8 @@ class Trainer(ABC):
     def make_batch(self, step: int) -> tuple[list, dict]:
         """The micro-batches of optimizer step `step` (from 0), and metrics known before training on them.
 
-        A stop may cut it short anywhere: its results are thrown away and the data position is put back.
+        A stop may cut it short (raise_if_stopped()): then the data position is put back, and the resumed run makes the
+        batch again.
         """
 
     @abstractmethod
@@ -113,7 +114,7 @@ class Trainer(ABC):
 
     @abstractmethod
     def run_evaluation(self) -> dict:
-        """Metrics (eval/…) of the model as it is now. A stop may cut it short anywhere."""
+        """Metrics (eval/…) of the model as it is now. A stop may cut it short (raise_if_stopped())."""
 
     def weights_changed(self) -> None:
         """Called after every update and after a checkpoint was loaded."""
@@ -149,8 +150,8 @@ class Trainer(ABC):
         """Metrics of the model as it is now on eval_dataset, {} without one; logged if a run is open."""
         if not self.eval_rows:
             return {}
-        with self._stop.interruptible():
-            metrics = self.run_evaluation()
+        metrics = self.run_evaluation()
+        self.raise_if_stopped()  # the evaluation may have ended early
         self.evaluations.append((self.global_step, metrics))
         if self.logger is not None:
             self.logger.log(self.global_step, metrics)
@@ -179,6 +180,14 @@ class Trainer(ABC):
         """Whether the run is to end soon; long phases may look at it and end early."""
         return self._stop.requested
 
+    def raise_if_stopped(self) -> None:
+        """RunStopped if the run is to end soon: for phases that change no weight, between their parts."""
+        self._stop.raise_if_requested()
+
+    def interruptible(self):
+        """`with trainer.interruptible():` around a user's code (a reward): a stop ends it there and then."""
+        return self._stop.interruptible()
+
     def run_config(self) -> dict:
         """What config.yaml holds: the resolved options, without how the run was started."""
         values = {name: value for name, value in flat_values(self.args).items() if value is not None}
@@ -200,8 +209,8 @@ class Trainer(ABC):
         before = self.sampler.state_dict(), self.num_tokens
         epochs_before = int(self.sampler.epochs_done)
         try:
-            with self._stop.interruptible():
-                micro_batches, metrics = self.make_batch(self.global_step)
+            micro_batches, metrics = self.make_batch(self.global_step)
+            self.raise_if_stopped()  # the batch may be cut short
             with self.timer("train"):
                 loss, sums, has_gradient = self._accumulate(micro_batches)
         except BaseException:
