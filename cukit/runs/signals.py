@@ -7,6 +7,8 @@ import signal
 import threading
 from contextlib import contextmanager, suppress
 
+# What the second signal does where nothing else was installed.
+USUAL = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
 NOTICE = b"\nstopping as soon as the state can be saved; once more to stop at once\n"
 
 
@@ -34,15 +36,14 @@ class StopSignal:
     def __enter__(self) -> StopSignal:
         self.requested = False
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                before = signal.getsignal(number)
-                if before is not signal.SIG_IGN:  # nohup, or a background job of a shell: meant to go on
-                    self._before[number] = before
-                    signal.signal(number, self._handle)
+            for number in USUAL:
+                self._before[number] = signal.signal(number, self._handle)
         return self
 
     def __exit__(self, *error) -> None:
-        self._restore()
+        for number, handler in self._before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        self._before = {}
         self.requested = False
 
     def request(self) -> None:
@@ -65,13 +66,9 @@ class StopSignal:
 
     def _handle(self, number, frame) -> None:
         self.requested = True
-        self._restore()
+        for other, before in self._before.items():  # the second one; a background job of a shell ignores SIGINT
+            signal.signal(other, USUAL[other] if before in (None, signal.SIG_IGN) else before)
         with suppress(OSError):
             os.write(2, NOTICE)  # print() may be running already, and cannot be entered twice
         if self._interruptible:
             raise RunStopped
-
-    def _restore(self) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
-        self._before = {}

@@ -185,9 +185,10 @@ def test_c12_the_final_model_stands_at_the_top(tmp_path, model, monkeypatch, lin
 def test_c12_a_final_model_is_whole_or_not_there(tmp_path, model, monkeypatch):
     """config.json comes last, and without it a folder is no model."""
     folder, replace = save_checkpoint(tmp_path / "checkpoint-1", model, None, {}, {}), os.replace
+    (folder / "tokenizer.json").write_text("{}")
 
     def fails(source, target):
-        if str(target).endswith("config.json"):
+        if str(target).endswith("tokenizer.json"):
             raise OSError(errno.ENOSPC, "No space left on device")
         replace(source, target)
 
@@ -195,3 +196,4 @@ def test_c12_a_final_model_is_whole_or_not_there(tmp_path, model, monkeypatch):
     with pytest.raises(SaveError, match="the final model could not be saved to .*: No space left"):
         publish_model(folder, tmp_path)
     assert newest_model(tmp_path) == folder and not list(tmp_path.glob(".*"))
+    assert not (tmp_path / "config.json").exists()

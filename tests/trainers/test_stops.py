@@ -204,10 +204,10 @@ def test_c7_only_advice_that_works(make_sft, tmp_path):
 
 def test_an_error_in_an_update_saves_nothing(make_sft, monkeypatch):
     """Half an update is no state to resume from: the newest checkpoint is the one before."""
-    trainer = make_sft(save_steps=1)
+    trainer = make_sft(save_steps=2)
 
     def fails():
-        if trainer.global_step == 2:
+        if trainer.global_step == 3:
             raise RuntimeError("in the middle")
 
     monkeypatch.setattr(trainer, "after_update", fails)
