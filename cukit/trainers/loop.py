@@ -88,6 +88,8 @@ class Run:
             )
             self._publish()
             return {}
+        logger.info("run folder %s, steps %d of %d", self.folder, trainer.global_step, trainer.total_steps)
+        logger.info("memory:\n%s", trainer.plan.table())
         with Progress(trainer.total_steps, trainer.label, trainer.global_step) as trainer.progress:
             try:
                 trainer.call("on_train_begin")

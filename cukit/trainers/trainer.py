@@ -15,6 +15,8 @@ import numpy as np
 
 from ..datasets.sampler import EpochSampler
 from ..datasets.sources import load_rows
+from ..engine.config import EngineConfig
+from ..engine.memory import ModelUse, Plan, plan_memory
 from ..models.decoder import Decoder
 from ..models.weights import load_model, model_folder, save_model
 from ..optim import learning_rate_factor
@@ -69,6 +71,7 @@ class Trainer(ABC):
         elif args.evaluates != "no":
             raise ValueError(f"eval_strategy={args.evaluates} needs an eval_dataset")
         self.total_steps = self.count_steps()
+        self.plan = self.plan_memory()
         self.global_step, self.num_tokens, self.evaluations = 0, 0, []
         self.evaluation_due = args.eval_on_start
         self.timer, self._stop = Timer(), StopSignal()
@@ -91,6 +94,26 @@ class Trainer(ABC):
     @abstractmethod
     def prepare_rows(self, rows: list[dict], name: str) -> list:
         """Tokenise and check the rows once, before anything runs."""
+
+    def plan_memory(self, *more: ModelUse, engine: EngineConfig | None = None, **sizes) -> Plan:
+        """What the run will hold on its device; ValueError if a card has no room for it.
+
+        A method with an engine or further models passes them on: super().plan_memory(ModelUse(…), engine=args.engine).
+        sizes: what plan_memory takes besides (longest_sequence, packed_tokens, micro_batches). Called once, after the
+        rows are prepared.
+        """
+        trained = [
+            ModelUse(one.name, one.model.config, one.model.dtype, trained=True, loaded=True)
+            for one in self.models.values()
+        ]
+        return plan_memory(
+            [*trained, *more],
+            engine,
+            self.model.backend,
+            max_tokens_per_batch=self.args.max_tokens_per_batch,
+            gradient_checkpointing=self.args.gradient_checkpointing,
+            **sizes,
+        )
 
     @abstractmethod
     def count_steps(self) -> int:

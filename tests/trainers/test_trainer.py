@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from cukit import SFTTrainer
+from cukit.engine.memory import ModelUse
 from cukit.models import weights
 from cukit.models.weights import load_model
 from cukit.runs.checkpoint import SaveError, latest_checkpoint, list_checkpoints, load_checkpoint, newest_model
@@ -40,6 +41,23 @@ def test_every_hook_of_a_callback_is_called(make_sft):
     make_sft(callbacks=[watch, TrainerCallback()], evaluate=demonstrations(2), eval_steps=2, save_steps=2).train()
     assert calls[0] == "on_train_begin" and calls[-1] == "on_train_end" and set(calls) == set(hooks)
     assert calls.count("on_save") == 2 and calls.count("on_step_end") == 4 and calls.count("on_evaluate") == 2
+
+
+def test_the_plan_of_memory_stands_in_the_first_lines(make_sft, make_model, caplog):
+    """Every named model is in it, and what a method adds."""
+
+    class Planned(SFTTrainer):
+        def plan_memory(self):
+            return super().plan_memory(ModelUse("reference", self.model.config, self.model.dtype), packed_tokens=10**6)
+
+    trainer = make_sft(cls=Planned, max_steps=1)
+    names = [item.name for item in trainer.plan.items]
+    assert "policy: AdamW's moments" in names and "reference: weights in float32" in names
+    assert "reference: AdamW's moments" not in names and trainer.plan.peak_bytes > 40e6
+    with caplog.at_level("INFO", "cukit"):
+        trainer.train()
+    assert f"run folder {trainer.run_folder}, steps 0 of 1" in caplog.messages[0]
+    assert caplog.messages[1] == f"memory:\n{trainer.plan.table()}"
 
 
 # ---- c6: options of a resumed run ------------------------------------------------------------------------------------
