@@ -39,6 +39,7 @@ class Run:
         # a run that is resumed goes on in its own folder unless another is named
         folder = args.output_dir or (str(source.parent) if source else None)
         goes_on = source is not None and Path(folder).resolve() == source.parent.resolve()
+        self._is_new = folder is None or not Path(folder).exists()
         self.folder = trainer.run_folder = open_run_folder(folder, trainer.label, resume=goes_on)
         self.lock = RunLock(self.folder)
         try:
@@ -57,13 +58,15 @@ class Run:
             trainer.logger.close()
         with suppress(OSError):
             self.lock.release()
-            leave_run_folder(self.folder)
+            if self._is_new:
+                leave_run_folder(self.folder)
 
     def _begin(self, source: Path | None, goes_on: bool) -> None:
         """Optimizers, the state of a checkpoint, config.yaml, the logs."""
         trainer = self.trainer
         for trained in trainer.models.values():
             trained.optimizer = make_optimizer(trained.model, trainer.args)
+        trainer.evaluation_due = trainer.args.eval_on_start
         if source:
             self._resume(source)
         step = trainer.global_step
@@ -115,8 +118,7 @@ class Run:
         trainer.progress.advance(step)
         if last or step % args.logging_steps == 0:
             self._log(self.window.pop())
-        if not trainer.stop_requested():
-            self._evaluate_if_due()
+        self._evaluate_if_due()
         if args.save_steps and step % args.save_steps == 0 and not last:
             self._save_on_the_way()
 
@@ -128,6 +130,7 @@ class Run:
     def _evaluate_if_due(self) -> None:
         """What a stop cuts short stays due: the resumed run begins with it."""
         if self.trainer.evaluation_due:
+            self.trainer.raise_if_stopped()
             self.trainer.evaluate()
             self.trainer.evaluation_due = False
             self._unsaved = True
@@ -149,13 +152,15 @@ class Run:
         """Save and say what there is after the last step or a stop."""
         trainer = self.trainer
         step, total = trainer.global_step, trainer.total_steps
-        if self.window:  # a stop between two rows: the row so far, which the resumed run writes anew
-            self._log(self.window.row())
         self._check_updates(finished=step == total)
-        if self._unsaved and step:
-            self.save_checkpoint()
-        if step == total:
-            self._publish()
+        try:
+            if self._unsaved and step:
+                self.save_checkpoint()
+            if step == total:
+                self._publish()
+        finally:
+            if self.window:  # a stop between two rows: the row so far, which the resumed run writes anew
+                self._log(self.window.row())
         if self.saved_step is None:
             trainer.say("stopped before the first step; nothing was saved, so the same command starts it again")
         elif step < total:
@@ -253,11 +258,11 @@ class Run:
             raise ValueError(
                 f"{source} is at step {step}, beyond this run's {trainer.total_steps} steps; raise max_steps"
             )
-        own = restore(trainer.models, arrays, source)
+        arrays = restore(trainer.models, arrays, source)
+        trainer.sampler.load_state(sampler)
+        trainer.load_method_state(arrays, method)
         trainer.global_step, trainer.num_tokens = step, num_tokens
         trainer.evaluations = [(at, metrics) for at, metrics in evaluations]
         trainer.evaluation_due = state.get("evaluation_due", False)
         self.window = MetricsWindow(state.get("window"))
-        trainer.sampler.load_state(sampler)
-        trainer.load_method_state(own, method)
         trainer.weights_changed()

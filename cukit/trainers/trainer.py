@@ -73,7 +73,7 @@ class Trainer(ABC):
         self.total_steps = self.count_steps()
         self.plan = self.plan_memory()
         self.global_step, self.num_tokens, self.evaluations = 0, 0, []
-        self.evaluation_due = args.eval_on_start
+        self.evaluation_due = False
         self.timer, self._stop = Timer(), StopSignal()
 
     @property

@@ -84,6 +84,9 @@ def test_c5_a_stop_in_any_phase_loses_nothing(make_grpo, rows, monkeypatch, caps
         cut.train()
     folder = cut.args.output_dir
     assert not strike.left and (cut.global_step < 4 or phase == "last evaluation")
+    assert cut.global_step == PHASES[phase][2] + (
+        phase in ("training", "update")
+    )  # a batch cut short is not trained on
     advice = advised_resume(capsys.readouterr().out)
     assert advice == (None if phase.startswith("first") else folder)
     resumed = make_grpo(**options | {"output_dir": folder})
@@ -141,6 +144,13 @@ def test_c5_a_stop_when_nothing_is_done_leaves_no_folder(make_grpo, rows, tmp_pa
     trainer = make_grpo(output_dir=None, eval_dataset=rows[:2], callbacks=[Strike("first evaluation", monkeypatch)])
     trainer.train()
     assert not trainer.run_folder.exists() and not list((tmp_path / "runs").iterdir())
+
+
+def test_c5_a_folder_of_the_users_own_stays(make_grpo, rows, tmp_path, monkeypatch):
+    (tmp_path / "mine").mkdir()
+    strike = Strike("first evaluation", monkeypatch)
+    make_grpo(output_dir=str(tmp_path / "mine"), eval_dataset=rows[:2], callbacks=[strike]).train()
+    assert (tmp_path / "mine").is_dir()
 
 
 def test_c5_a_callback_may_stop_the_run(make_sft, capsys):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import yaml
 
+import cukit_cli
 from cukit import SFTTrainer
 from cukit.engine.memory import ModelUse
 from cukit.models import weights
@@ -73,6 +74,26 @@ def test_c6_config_says_what_runs_now(make_sft, tmp_path):
     assert (now["max_steps"], now["learning_rate"]) == (4, 1e-3)
     assert (before["max_steps"], before["learning_rate"]) == (2, 1e-2)
     assert "resume_from_checkpoint" not in now
+
+
+def test_c6_a_plain_resume_goes_on_with_the_options_of_now(tmp_path, monkeypatch):
+    """The command line: 2 steps; 6 steps at another rate, killed after 4; a plain resume ends at 6 with that rate."""
+    run, loss = str(tmp_path / "run"), SFTTrainer.compute_loss
+    small = ["--logging_steps", "1", "--per_device_train_batch_size", "2"]
+    assert cukit_cli.main(["sft", "--output_dir", run, "--max_steps", "2", *small]) == 0
+
+    def killed(self, micro_batch):
+        if self.global_step == 4:
+            raise KeyboardInterrupt
+        return loss(self, micro_batch)
+
+    monkeypatch.setattr(SFTTrainer, "compute_loss", killed)
+    changes = ["--max_steps", "6", "--learning_rate", "5e-4", "--save_steps", "1", "--lr_scheduler_type", "constant"]
+    assert cukit_cli.main(["sft", "--resume_from_checkpoint", run, *changes]) == 130
+    monkeypatch.setattr(SFTTrainer, "compute_loss", loss)
+    assert cukit_cli.main(["sft", "--resume_from_checkpoint", run]) == 0
+    rates = [row["learning_rate"] for row in rows_without_times(run)]
+    assert len(rates) == 6 and rates[2:] == [5e-4] * 4 and newest_model(run) == Path(run)
 
 
 def test_c6_a_refused_resume_changes_nothing(make_sft, tmp_path):
