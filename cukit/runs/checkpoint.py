@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from ..backend import backend_of
+from .files import free_name
 
 CHECKPOINT_NAME = re.compile(r"checkpoint-(\d+)")
 STATE_ARRAYS, STATE_JSON = "trainer_state.safetensors", "trainer_state.json"
@@ -120,15 +121,6 @@ def set_aside_later(run: str | os.PathLike, step: int) -> list[Path]:
             moved.append(free_name(path.with_name(f"{path.name}.before-{step}")))
             os.rename(path, moved[-1])
     return moved
-
-
-def free_name(path: Path) -> Path:
-    """`path`, or with -2, -3, … before its suffix if it is taken."""
-    name, number = path, 1
-    while name.exists():
-        number += 1
-        name = path.with_name(f"{path.stem}-{number}{path.suffix}")
-    return name
 
 
 def _number(value):

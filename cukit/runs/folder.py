@@ -7,7 +7,8 @@ from pathlib import Path
 
 import yaml
 
-from .checkpoint import free_name, has_model, latest_checkpoint, list_checkpoints
+from .checkpoint import has_model, latest_checkpoint, list_checkpoints
+from .files import free_name, write_text
 from .metrics import last_logged_step
 
 try:
@@ -111,13 +112,6 @@ def _without_place(text: str):
     except yaml.YAMLError:
         return None
     return {name: value for name, value in config.items() if name != "output_dir"} if isinstance(config, dict) else None
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a file under a temporary name, then rename it."""
-    temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
 
 
 # ---- one run a folder ------------------------------------------------------------------------------------------------

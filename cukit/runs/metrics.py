@@ -9,6 +9,8 @@ from collections.abc import Iterable
 from contextlib import contextmanager
 from pathlib import Path
 
+from .files import write_text
+
 METRICS, COMPLETIONS = "metrics.jsonl", "completions.jsonl"
 # In a logged row these are the newest value; every other metric is the mean over the steps since the last row.
 LATEST = ("learning_rate", "num_tokens", "epoch", "skipped_updates", "loss_scale")
@@ -70,7 +72,7 @@ class MetricsLogger:
     def _write(self, name: str, rows: list[dict]) -> None:
         waiting = self._waiting[name]
         had_room = not waiting
-        # Half of a surrogate pair, which a model can write, has no UTF-8: it stays as the escape \udXXX.
+        # as write_text() does with half a surrogate pair
         waiting += [
             (json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n").encode("utf-8", "backslashreplace")
             for row in rows
@@ -123,11 +125,7 @@ def _drop_rows(path: Path, dropped) -> None:
     if not path.exists():
         return
     rows = [row for row in read_jsonl(path) if not dropped(row)]
-    temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
-    with open(temporary, "w", encoding="utf-8", errors="backslashreplace") as file:
-        for row in rows:
-            file.write(json.dumps(row, ensure_ascii=False) + "\n")
-    os.replace(temporary, path)
+    write_text(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
     if not rows:
         path.unlink()
 

@@ -9,6 +9,7 @@ import yaml
 
 from cukit.models.weights import load_model
 from cukit.runs.checkpoint import save_checkpoint
+from cukit.runs.files import write_text
 from cukit.runs.folder import RunLock, leave_run_folder, open_run_folder, write_run_config
 from cukit.runs.metrics import MetricsLogger
 
@@ -93,6 +94,18 @@ def test_c6_the_options_before_are_kept(tmp_path):
         write_run_config(tmp_path, {"lr": rate, "output_dir": "b"}, resume_step=5)
     rates = {name: config["lr"] for name, config in configs().items()}
     assert rates == {"config.step-5.yaml": 2, "config.step-5-2.yaml": 3, "config.yaml": 4}
+
+
+def test_c8_a_small_file_is_whole_or_as_before(tmp_path, monkeypatch):
+    write_text(tmp_path / "config.yaml", "before")
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(OSError):
+        write_text(tmp_path / "config.yaml", "after")
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["before"]
 
 
 # ---- the lock --------------------------------------------------------------------------------------------------------
