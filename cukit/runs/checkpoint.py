@@ -48,6 +48,7 @@ def save_checkpoint(folder: str | os.PathLike, model, tokenizer, arrays: dict, s
 
     folder = Path(folder)
     temporary = folder.with_name(f".{folder.name}.tmp-{os.getpid()}")
+    replaced = folder.with_name(f".{folder.name}.tmp-replaced-{os.getpid()}")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         _remove_left_overs(folder.parent)
@@ -62,16 +63,17 @@ def save_checkpoint(folder: str | os.PathLike, model, tokenizer, arrays: dict, s
         (temporary / STATE_ARRAYS).chmod(0o644)  # safetensors makes it readable by the owner alone
         (temporary / STATE_JSON).write_text(json.dumps(state, indent=1, default=_number) + "\n", encoding="utf-8")
         _flush_to_disk(temporary)
-        replaced = folder.with_name(f".{folder.name}.tmp-replaced-{os.getpid()}")
         if folder.exists():  # both renames lie side by side: only a kill between them would leave no folder of the name
             os.rename(folder, replaced)
         os.rename(temporary, folder)
-        shutil.rmtree(replaced, ignore_errors=True)
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or " ".join(str(error).split())
         raise SaveError(f"{folder} could not be saved: {reason}") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+        if replaced.exists() and not folder.exists():
+            os.rename(replaced, folder)
+        shutil.rmtree(replaced, ignore_errors=True)
     return folder
 
 

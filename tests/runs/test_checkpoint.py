@@ -146,6 +146,17 @@ def test_c8_a_save_that_fails_is_one_line_with_the_path(tmp_path, model, monkeyp
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
+def test_c8_a_checkpoint_that_cannot_be_replaced_stays(tmp_path, model, monkeypatch):
+    save_checkpoint(tmp_path / "checkpoint-1", model, None, {}, {"value": 1})
+    rename = os.rename
+    left = iter([rename, raising(OSError(errno.EIO, "Input/output error"))])
+    monkeypatch.setattr("os.rename", lambda *names: next(left, rename)(*names))
+    with pytest.raises(SaveError, match="checkpoint-1 could not be saved: Input/output error"):
+        save_checkpoint(tmp_path / "checkpoint-1", model, None, {}, {"value": 2})
+    assert load_checkpoint(tmp_path / "checkpoint-1")[1] == {"value": 1}
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-1"]
+
+
 def raising(error):
     def function(*_, **__):
         raise error
