@@ -158,7 +158,7 @@ class GRPOTrainer(Trainer):
                 [prompt_seed(args.seed, generation, place) for place in range(len(picked))],
             )
         rows = [row for row, _ in picked for _ in range(args.num_generations)]
-        with self.timer("reward"):
+        with self.timer("reward"), self.interruptible():
             rewards, by_function = self.scorer(rows, samples)
         advantages, mean, std = group_advantages(rewards, args.num_generations, args.scale_rewards)
         self.num_tokens += sum(map(len, samples.prompt_ids)) + int(samples.lengths.sum())
@@ -332,7 +332,8 @@ class GRPOTrainer(Trainer):
             seeds = [prompt_seed(args.seed, EVALUATION, place) for place in range(len(self.eval_rows))]
         samples = self.rollout.generate([ids for _, ids in self.eval_rows], sampling, seeds)
         rows = [row for row, _ in self.eval_rows for _ in range(count)]
-        rewards, by_function = self.scorer(rows, samples)
+        with self.interruptible():
+            rewards, by_function = self.scorer(rows, samples)
         if self.logger is not None:
             shown = slice(0, 32)
             self.logger.log_completions(
