@@ -166,20 +166,18 @@ def _data_roots() -> tuple[Path, Path]:
 
 def model_of(path: str) -> str:
     """A run folder stands for its final model or, before the run has ended, for its newest checkpoint (said aloud)."""
-    from ..runs.checkpoint import latest_checkpoint
+    from ..runs.checkpoint import newest_model
 
-    folder = Path(path)
+    folder, newest = Path(path), newest_model(path)
     is_run = any((folder / name).is_file() for name in ("config.yaml", "metrics.jsonl"))
-    if (folder / "config.json").is_file():
-        if is_run:
-            say(f"model: {path} (the final model of this run)")
-        return path
-    newest = latest_checkpoint(folder)
     if newest is None:
         if is_run:
             raise ValueError(f"{path} is a run folder without a model: its run has saved no checkpoint")
         return path
-    say(f"model: {newest} (the newest checkpoint of this run)")
+    if newest != folder:
+        say(f"model: {newest} (the newest checkpoint of this run)")
+    elif is_run:
+        say(f"model: {path} (the final model of this run)")
     return str(newest)
 
 

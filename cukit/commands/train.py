@@ -36,6 +36,7 @@ def sft(values: dict[str, Any]) -> int:
 
 def _train(values: dict[str, Any], args: TrainerConfig, trainer_class: Any, **more: Any) -> int:
     from ..datasets.sources import load_rows
+    from ..runs.checkpoint import newest_model
 
     files = make(TrainFiles, values)
     read = {name: value for name in ("model", "data", "eval_data") if (value := getattr(files, name))}
@@ -59,16 +60,11 @@ def _train(values: dict[str, Any], args: TrainerConfig, trainer_class: Any, **mo
     accuracies = [metrics["eval/accuracy"] for _, metrics in trainer.evaluations if "eval/accuracy" in metrics]
     if len(accuracies) > 1:
         print(f"held-out accuracy: {accuracies[0]:.3f} before, {accuracies[-1]:.3f} after")
-    print(f"run folder: {trainer.run_folder}")
-    if has_model(Path(trainer.run_folder)):
+    if Path(trainer.run_folder).is_dir():  # a run that was stopped before its first step leaves none
+        print(f"run folder: {trainer.run_folder}")
+    if newest_model(trainer.run_folder):
         print(f"talk to it: {program()} generate --model {shlex.quote(str(trainer.run_folder))}")
     return 0 if trainer.global_step >= trainer.total_steps else 130
-
-
-def has_model(run: Path) -> bool:
-    from ..runs.checkpoint import latest_checkpoint
-
-    return (run / "config.json").is_file() or latest_checkpoint(run) is not None
 
 
 def program() -> str:
