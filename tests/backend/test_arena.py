@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 pytest.importorskip("cupy", reason="the arena hands out CuPy's memory pointers")
-from cukit.backend.cuda.arena import ALIGNMENT, SLAB_BYTES, Arena  # noqa: E402
+from cukit.backend.cuda.graph import ALIGNMENT, SLAB_BYTES, Arena  # noqa: E402
 
 
 def make_arena(gap=0):

@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("cupy", reason="steps are captured through CuPy")
 from cukit.backend.cuda import graph  # noqa: E402
-from cukit.backend.cuda.arena import Arena  # noqa: E402
+from cukit.backend.cuda.graph import Arena  # noqa: E402
 
 
 class Stream:

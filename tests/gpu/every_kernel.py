@@ -91,7 +91,7 @@ def attention(dtype, heads, kv_heads, dim, lengths):
 
 def products(dtype):
     """The product in order, which no weight needs on every card."""
-    from cukit.backend.cuda.products import in_order_product
+    from cukit.backend.cuda.exact import in_order_product
 
     be = backend_for("cuda")
     for rows, ins, outs in ((70, 200, 130), (5, 13, 7), (1, 24, 33)):

@@ -3,15 +3,17 @@
 kernels/attention.cuh says how keys are reduced, which decoding shares.
 """
 
+import math
 from typing import NamedTuple
 
 import numpy as np
 
+from .compile import source_constant
 from .device import empty
 from .loader import Module, load
 
-LOG2_E = 1.4426950408889634
-MAX_HEAD_DIM = 256
+LOG2_E = math.log2(math.e)
+MAX_HEAD_DIM = source_constant("attention", "MAX_HEAD_DIM")
 
 
 class _Geometry(NamedTuple):

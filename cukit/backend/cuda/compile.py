@@ -1,12 +1,13 @@
-"""kernels/*.cu to machine code with NVRTC, on machines with and without a GPU, and what the compiler says of each
-kernel.
+"""kernels/*.cu to machine code with NVRTC, on machines with and without a GPU, and what source and compiler say of
+each kernel.
 
 A family is one .cu file. Its header says which specialisations it has and for which cards it is written:
-    // specialise: SCALAR=bf16,f16,f32 HEAD_DIM=64,128,…    (several such lines add up; nothing after the colon: one
-    without defines;
-                                                             … : other sizes are built at first use, the source asserts
-                                                             its limits)
+
+    // specialise: SCALAR=bf16,f16,f32 HEAD_DIM=64,128,…
     // arch: sm_80 sm_89 sm_90a sm_100 sm_120
+
+Several `specialise` lines add up; one with nothing after the colon is a specialisation without defines. "…" says that
+other sizes are built at first use; the source asserts its limits.
 """
 
 import functools
@@ -186,6 +187,71 @@ def compile_family(family: str, arch: str, defines: dict) -> Compiled:
         raise RuntimeError(f"kernels/{family}.cu does not compile for {arch} with {defines}: {error}\n{log}") from None
     finally:
         nvrtc.destroyProgram(program)
+
+
+# ---- constants that a source fixes ----
+
+
+def source_constant(family: str, name: str, **defines) -> int:
+    """The value of `constexpr int NAME = …` or `#define NAME …` in a family's source or the headers that it includes.
+
+    defines: what the constant depends on (SCALAR="bf16", HEAD_LIMIT=64). So a launcher need not repeat a number, and
+    nothing is compiled. ValueError if the source has no such constant, or several values for it under conditions.
+    """
+    values = {key: value for key, value in defines.items() if key != "SCALAR"}
+    if "SCALAR" in defines:
+        values["SCALAR"] = 4 if defines["SCALAR"] == "f32" else 2
+    return _Constants(family, values)[name]
+
+
+class _Constants(dict):
+    """Name -> value; what is not known yet is computed from its expression in the source."""
+
+    def __init__(self, family, values):
+        super().__init__(values)
+        self.family, self.expressions = family, _constant_expressions(family)
+
+    def __missing__(self, name):
+        found = self.expressions.get(name, set())
+        if len(found) != 1:
+            raise ValueError(f"kernels/{self.family}.cu has {len(found)} values for {name}: want one")
+        (expression,) = found
+        self[name] = int(eval(_as_python(expression), {"__builtins__": {}}, self))  # our own source, names only from it
+        return self[name]
+
+
+@functools.cache
+def _constant_expressions(family: str) -> dict[str, set[str]]:
+    """Name -> the expressions that a family's source and its headers give it."""
+    found: dict[str, set[str]] = {}
+    for path in included_files(kernels_folder() / f"{family}.cu"):
+        text = re.sub(r"//[^\n]*|/\*.*?\*/", " ", path.read_text(encoding="utf-8"), flags=re.S)
+        for name, expression in re.findall(r"^#define[ \t]+(\w+)[ \t]+(\S.*)$", text, re.M):
+            found.setdefault(name, set()).add(expression.strip())
+        for declaration in re.findall(r"\bconstexpr int ([^;{}]*);", text):
+            for part in re.split(r",(?=\s*\w+\s*=[^=])", declaration):
+                name, _, expression = part.partition("=")
+                found.setdefault(name.strip(), set()).add(" ".join(expression.split()))
+    return found
+
+
+def _as_python(expression: str) -> str:
+    """An integer expression of C in Python: a ? b : c, /, sizeof(SCALAR)."""
+    condition, mark, rest = expression.partition("?")
+    if mark:
+        first, _, second = rest.partition(":")
+        return f"({_as_python(first)}) if ({_as_python(condition)}) else ({_as_python(second)})"
+    return re.sub(r"sizeof\((\w+)\)", r"\1", expression).replace("/", "//").strip()
+
+
+def included_files(path: Path) -> list[Path]:
+    """A source of kernels/ and the headers of kernels/ that it includes, directly or not."""
+    found = [path]
+    for file in found:
+        for name in re.findall(r'^\s*#include "(\S+)"', file.read_text(encoding="utf-8"), re.M):
+            if (header := path.parent / name) not in found:
+                found.append(header)
+    return found
 
 
 # ---- the cache of compiled kernels ----

@@ -16,8 +16,12 @@ import sys
 import cupy as cp
 import numpy as np
 
-from .products import cublas_product, in_order_product
+from .compile import source_constant
+from .cublas import gemm
+from .device import empty
+from .loader import load
 
+TILE, THREADS = source_constant("linear", "TILE"), source_constant("linear", "THREADS")
 REFERENCE_ROWS = 4096
 LARGEST_RAISE = 512  # how far a small row count is raised in search of equal bits
 
@@ -177,3 +181,28 @@ def _repeated(block, rows):
 
 def _same_bits(a, b) -> bool:
     return bool((a.view(np.uint16) == b.view(np.uint16)).all())
+
+
+# ---- the two products: y (T, O) = x (T, I) wᵀ + bias (O,) with w (O, I), at exactly the given number of rows ----
+
+
+def cublas_product(x, w, bias=None):
+    """By cuBLAS, whose order of adding may depend on the number of rows."""
+    (rows, ins), outs = x.shape, w.shape[0]
+    y = empty((rows, outs), x.dtype)
+    if not rows:
+        return y
+    if bias is not None:  # as the product's starting value, so that the sum is rounded once
+        load("linear", x.dtype).broadcast_row(rows, 128, y, bias, outs)
+    gemm(1, 0, outs, rows, ins, w, x, bias is not None, y)
+    return y
+
+
+def in_order_product(x, w, bias=None):
+    """By sums over I in one order, for half types on tensor cores: a row's bits never depend on the other rows."""
+    (rows, ins), outs = x.shape, w.shape[0]
+    y = empty((rows, outs), x.dtype)
+    load("linear", x.dtype).linear_in_order(
+        (-(-outs // TILE), -(-rows // TILE)), THREADS, y, x, w, bias, rows, ins, outs
+    )
+    return y

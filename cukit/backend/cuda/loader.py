@@ -71,9 +71,13 @@ class Module:
         setattr(self, name, kernel)  # the next look-up does not come here
         return kernel
 
+    def source_constant(self, name: str) -> int:
+        """What the source fixes for this variant by `constexpr int NAME = …`; asks neither compiler nor card."""
+        return compiler.source_constant(self._family, name, **self._defines)
+
     def constants(self, name: str, count: int) -> list[int]:
-        """The values of `extern "C" __constant__ int name[count]` in the source: what it fixes for this variant and
-        card.
+        """The values of `extern "C" __constant__ int name[count]` in the compiled code: what the source fixes for this
+        variant and card by more than integer arithmetic.
 
         The first call waits for the card, so it cannot be made while a graph is captured.
         """
