@@ -100,7 +100,7 @@ def kernel_compiler() -> ModuleType:
 
 
 def shelf_names(shelf: str) -> dict:
-    """Public name -> object, of the files of a shelf ("cukit.backend.numpy"). AttributeError if CONTRACT has one more."""
+    """Public name -> object, of the files of a shelf ("cukit.backend.numpy"). AttributeError where one is missing."""
     return {
         name: getattr(module, name)
         for file, names in CONTRACT.items()

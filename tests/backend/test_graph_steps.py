@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("cupy", reason="steps are captured through CuPy")
 from cukit.backend.cuda import graph  # noqa: E402
-from cukit.backend.cuda.graph import Arena  # noqa: E402
+from cukit.backend.cuda.graph import _Arena  # noqa: E402
 
 
 class Stream:
@@ -57,7 +57,7 @@ def make_step(stream, errors):
                 raise error
         return notes[-1]
 
-    return graph._Step(function, Arena(make_slab=None, device_id=0))
+    return graph._Step(function, _Arena(make_slab=None, device_id=0))
 
 
 def test_plain_then_captured_then_replayed(stream):

@@ -23,7 +23,7 @@ class Graphs:
     """Steps that share memory."""
 
     def __init__(self):
-        self._arena = Arena()
+        self._arena = _Arena()
 
     def graphed(self, function):
         """A callable that does what `function()` does, at its lowest cost; a step's results may be overwritten by the
@@ -79,7 +79,7 @@ class _Step:
 # ---- their memory ----
 
 
-class Arena:
+class _Arena:
     """arena.malloc is an allocator for cp.cuda.using_allocator, over slabs of the default pool that are kept as long as
     the arena.
 
