@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 SCALAR_TYPES = {"bf16": "__nv_bfloat16", "f16": "__half", "f32": "float"}
+SCALAR_BYTES = {"bf16": 2, "f16": 2, "f32": 4}
 SCALAR_OF_DTYPE = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
 
 # -fmad=false: a product and a sum round as they are written, so that one expression has the same bits in every kernel
@@ -196,12 +197,11 @@ def source_constant(family: str, name: str, **defines) -> int:
     """The value of `constexpr int NAME = …` or `#define NAME …` in a family's source or the headers that it includes.
 
     defines: what the constant depends on (SCALAR="bf16", HEAD_LIMIT=64). So a launcher need not repeat a number, and
-    nothing is compiled. ValueError if the source has no such constant, or several values for it under conditions.
+    nothing is compiled. ValueError if the source has no such constant, has several values for it under conditions, or
+    computes it by more than integer arithmetic.
     """
-    values = {key: value for key, value in defines.items() if key != "SCALAR"}
-    if "SCALAR" in defines:
-        values["SCALAR"] = 4 if defines["SCALAR"] == "f32" else 2
-    return _Constants(family, values)[name]
+    sizes = {key: SCALAR_BYTES[value] if key == "SCALAR" else int(value) for key, value in defines.items()}
+    return _Constants(family, sizes)[name]
 
 
 class _Constants(dict):
@@ -216,7 +216,12 @@ class _Constants(dict):
         if len(found) != 1:
             raise ValueError(f"kernels/{self.family}.cu has {len(found)} values for {name}: want one")
         (expression,) = found
-        self[name] = int(eval(_as_python(expression), {"__builtins__": {}}, self))  # our own source, names only from it
+        try:
+            self[name] = int(eval(_as_python(expression), {"__builtins__": {}}, self))  # our own source and its names
+        except (SyntaxError, TypeError):
+            raise ValueError(
+                f"kernels/{self.family}.cu: {name} = {expression} is more than integer arithmetic"
+            ) from None
         return self[name]
 
 
@@ -226,7 +231,7 @@ def _constant_expressions(family: str) -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
     for path in included_files(kernels_folder() / f"{family}.cu"):
         text = re.sub(r"//[^\n]*|/\*.*?\*/", " ", path.read_text(encoding="utf-8"), flags=re.S)
-        for name, expression in re.findall(r"^#define[ \t]+(\w+)[ \t]+(\S.*)$", text, re.M):
+        for name, expression in re.findall(r"^[ \t]*#define[ \t]+(\w+)[ \t]+(\S.*)$", text, re.M):
             found.setdefault(name, set()).add(expression.strip())
         for declaration in re.findall(r"\bconstexpr int ([^;{}]*);", text):
             for part in re.split(r",(?=\s*\w+\s*=[^=])", declaration):
