@@ -10,7 +10,7 @@ from cukit.backend.cuda.graph import ALIGNMENT, SLAB_BYTES, _Arena  # noqa: E402
 
 
 def make_arena(gap=0):
-    """An arena over addresses that nobody reads; gap: bytes between two slabs."""
+    """An arena over addresses that are never read; gap: bytes between two slabs."""
     made, end = [], [1 << 20]
 
     def slab(size):

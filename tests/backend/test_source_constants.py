@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("cupy", reason="the readers of kernel sources stand beside the compiler, which needs CuPy")
 
 from cukit.backend.cuda import compile as compiler  # noqa: E402
-from cukit.backend.cuda import loader  # noqa: E402
+from cukit.backend.cuda import constants, loader  # noqa: E402
 
 SHELF = [path for path in (compiler.Path(compiler.__file__).parent).glob("*.py")]
 
@@ -46,7 +46,7 @@ def test_the_compiler_agrees(family, monkeypatch):
     monkeypatch.setattr(compiler, "OPTIONS", (*compiler.OPTIONS, "--fdevice-syntax-only"))
     source, names = compiler.source(family), used_constants()[family]
     for variant in compiler.specialisations(family):
-        values = {name: compiler.source_constant(family, name, **variant) for name in names}
+        values = {name: constants.source_constant(family, name, **variant) for name in names}
         for wrong in (0, 1):
             asserts = "".join(f'static_assert({name} == {value + wrong}, "");\n' for name, value in values.items())
             monkeypatch.setattr(compiler, "source", lambda _: f"{source}\n{asserts}")  # noqa: B023
@@ -61,7 +61,7 @@ def test_the_compiler_agrees(family, monkeypatch):
 def test_no_launcher_repeats_a_constant_of_its_source(path):
     tree = ast.parse(path.read_text(encoding="utf-8"))
     families = {call.args[0].value for call in calls(tree, "load") if isinstance(call.args[0], ast.Constant)}
-    fixed = set().union(*(compiler._constant_expressions(family) for family in families))
+    fixed = set().union(*(constants._constant_expressions(family) for family in families))
     for node in tree.body:
         if isinstance(node, ast.Assign) and not [*calls(node, "source_constant")]:
             names = {name.id for name in ast.walk(node.targets[0]) if isinstance(name, ast.Name)}
@@ -71,8 +71,8 @@ def test_no_launcher_repeats_a_constant_of_its_source(path):
 def folder(monkeypatch, tmp_path, **files):
     for name, text in files.items():
         (tmp_path / name.replace("_cu", ".cu")).write_text(text)
-    monkeypatch.setattr(compiler, "kernels_folder", lambda: tmp_path)
-    monkeypatch.setattr(compiler, "_constant_expressions", compiler._constant_expressions.__wrapped__)
+    monkeypatch.setattr(constants, "kernels_folder", lambda: tmp_path)
+    monkeypatch.setattr(constants, "_constant_expressions", constants._constant_expressions.__wrapped__)
 
 
 def test_what_can_be_read(monkeypatch, tmp_path):
@@ -88,7 +88,7 @@ def test_what_can_be_read(monkeypatch, tmp_path):
     folder(monkeypatch, tmp_path, x_cu=source, base_cuh=base)
 
     def value(name, **defines):
-        return compiler.source_constant("x", name, **defines)
+        return constants.source_constant("x", name, **defines)
 
     assert [value(name) for name in ("COUNT", "TILE", "THREADS", "WARP")] == [5, 64, 64, 32]
     assert [value("VECTOR", SCALAR=scalar) for scalar in ("bf16", "f16", "f32")] == [8, 8, 4]
@@ -103,7 +103,7 @@ def test_what_can_be_read(monkeypatch, tmp_path):
 def test_a_constant_with_two_values_is_refused(monkeypatch, tmp_path):
     folder(monkeypatch, tmp_path, x_cu="#if A\nconstexpr int N = 1;\n#else\nconstexpr int N = 2;\n#endif\n")
     with pytest.raises(ValueError, match=re.escape("kernels/x.cu has 2 values for N: want one")):
-        compiler.source_constant("x", "N")
+        constants.source_constant("x", "N")
 
 
 def test_a_module_knows_its_variant():

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .compile import source_constant
+from .constants import source_constant
 from .device import empty
 from .loader import Module, load
 

@@ -1,5 +1,5 @@
-"""kernels/*.cu to machine code with NVRTC, on machines with and without a GPU, and what source and compiler say of
-each kernel.
+"""kernels/*.cu to machine code with NVRTC, on machines with and without a GPU, and what the compiler says of each
+kernel.
 
 A family is one .cu file. Its header says which specialisations it has and for which cards it is written:
 
@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 SCALAR_TYPES = {"bf16": "__nv_bfloat16", "f16": "__half", "f32": "float"}
-SCALAR_BYTES = {"bf16": 2, "f16": 2, "f32": 4}
 SCALAR_OF_DTYPE = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
 
 # -fmad=false: a product and a sum round as they are written, so that one expression has the same bits in every kernel
@@ -72,7 +71,7 @@ def source(family: str) -> str:
     path = kernels_folder() / f"{family}.cu"
     if not path.exists():
         raise ValueError(f"no kernel family {family!r}: there are {', '.join(families())}")
-    return path.read_text()
+    return path.read_text(encoding="utf-8")
 
 
 @functools.cache
@@ -141,23 +140,31 @@ def architecture_for(major: int, minor: int, supported) -> str:
 
 @functools.cache
 def include_folders() -> tuple[str, ...]:
-    """kernels/, CuPy's copy of libcu++, CUDA's headers (a toolkit's, or the pip wheels of NVRTC's major version)."""
+    """kernels/, CuPy's copy of libcu++, and CUDA's headers."""
     import cupy
     from cupy_backends.cuda.libs import nvrtc
 
-    toolkit, wheels = cupy.cuda.get_cuda_path(), importlib.util.find_spec("nvidia")
-    wheel = {12: "cuda_runtime"}.get(nvrtc.getVersion()[0], f"cu{nvrtc.getVersion()[0]}")
-    candidates = [Path(folder) / wheel / "include" for folder in (wheels.submodule_search_locations if wheels else ())]
-    candidates += [Path(toolkit) / "include"] if toolkit else []
-    cuda = next((folder for folder in candidates if (folder / "cuda_bf16.h").exists()), None)
-    if cuda is None:
-        raise ValueError(
-            "CUDA's headers were not found: pip install 'cukit[cuda12]' (or 'cukit[cuda13]'), or set CUDA_PATH "
-            "to a toolkit"
-        )
+    wheels = importlib.util.find_spec("nvidia")
+    locations = wheels.submodule_search_locations or () if wheels else ()
+    cuda = cuda_headers(nvrtc.getVersion()[0], locations, cupy.cuda.get_cuda_path())
     bundled = Path(cupy.__file__).parent / "_core/include/cupy/_cccl"
     cccl = [str(folder) for name in ("libcudacxx", "cub", "thrust") if (folder := bundled / name).is_dir()]
     return (str(kernels_folder()), *cccl, str(cuda))
+
+
+def cuda_headers(major: int, wheel_folders, toolkit: str | None) -> Path:
+    """Where CUDA's headers lie for NVRTC `major`: in the pip wheels of that version, which stand in folders of the
+    package `nvidia`, or in a toolkit. ValueError where they are in neither.
+    """
+    wheel = "cuda_runtime" if major == 12 else f"cu{major}"
+    candidates = [Path(folder) / wheel / "include" for folder in wheel_folders]
+    candidates += [Path(toolkit) / "include"] if toolkit else []
+    for folder in candidates:
+        if (folder / "cuda_bf16.h").exists():
+            return folder
+    raise ValueError(
+        f"the headers of CUDA {major} were not found: pip install 'cukit[cuda{major}]', or set CUDA_PATH to a toolkit"
+    )
 
 
 def define_options(defines: dict) -> list[str]:
@@ -188,75 +195,6 @@ def compile_family(family: str, arch: str, defines: dict) -> Compiled:
         raise RuntimeError(f"kernels/{family}.cu does not compile for {arch} with {defines}: {error}\n{log}") from None
     finally:
         nvrtc.destroyProgram(program)
-
-
-# ---- constants that a source fixes ----
-
-
-def source_constant(family: str, name: str, **defines) -> int:
-    """The value of `constexpr int NAME = …` or `#define NAME …` in a family's source or the headers that it includes.
-
-    defines: what the constant depends on (SCALAR="bf16", HEAD_LIMIT=64). So a launcher need not repeat a number, and
-    nothing is compiled. ValueError if the source has no such constant, has several values for it under conditions, or
-    computes it by more than integer arithmetic.
-    """
-    sizes = {key: SCALAR_BYTES[value] if key == "SCALAR" else int(value) for key, value in defines.items()}
-    return _Constants(family, sizes)[name]
-
-
-class _Constants(dict):
-    """Name -> value; what is not known yet is computed from its expression in the source."""
-
-    def __init__(self, family, values):
-        super().__init__(values)
-        self.family, self.expressions = family, _constant_expressions(family)
-
-    def __missing__(self, name):
-        found = self.expressions.get(name, set())
-        if len(found) != 1:
-            raise ValueError(f"kernels/{self.family}.cu has {len(found)} values for {name}: want one")
-        (expression,) = found
-        try:
-            self[name] = int(eval(_as_python(expression), {"__builtins__": {}}, self))  # our own source and its names
-        except (SyntaxError, TypeError):
-            raise ValueError(
-                f"kernels/{self.family}.cu: {name} = {expression} is more than integer arithmetic"
-            ) from None
-        return self[name]
-
-
-@functools.cache
-def _constant_expressions(family: str) -> dict[str, set[str]]:
-    """Name -> the expressions that a family's source and its headers give it."""
-    found: dict[str, set[str]] = {}
-    for path in included_files(kernels_folder() / f"{family}.cu"):
-        text = re.sub(r"//[^\n]*|/\*.*?\*/", " ", path.read_text(encoding="utf-8"), flags=re.S)
-        for name, expression in re.findall(r"^[ \t]*#define[ \t]+(\w+)[ \t]+(\S.*)$", text, re.M):
-            found.setdefault(name, set()).add(expression.strip())
-        for declaration in re.findall(r"\bconstexpr int ([^;{}]*);", text):
-            for part in re.split(r",(?=\s*\w+\s*=[^=])", declaration):
-                name, _, expression = part.partition("=")
-                found.setdefault(name.strip(), set()).add(" ".join(expression.split()))
-    return found
-
-
-def _as_python(expression: str) -> str:
-    """An integer expression of C in Python: a ? b : c, /, sizeof(SCALAR)."""
-    condition, mark, rest = expression.partition("?")
-    if mark:
-        first, _, second = rest.partition(":")
-        return f"({_as_python(first)}) if ({_as_python(condition)}) else ({_as_python(second)})"
-    return re.sub(r"sizeof\((\w+)\)", r"\1", expression).replace("/", "//").strip()
-
-
-def included_files(path: Path) -> list[Path]:
-    """A source of kernels/ and the headers of kernels/ that it includes, directly or not."""
-    found = [path]
-    for file in found:
-        for name in re.findall(r'^\s*#include "(\S+)"', file.read_text(encoding="utf-8"), re.M):
-            if (header := path.parent / name) not in found:
-                found.append(header)
-    return found
 
 
 # ---- the cache of compiled kernels ----

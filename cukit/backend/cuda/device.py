@@ -59,6 +59,6 @@ def device_name() -> str:
 
 
 def memory_info() -> tuple[int, int]:
-    """(free, total) bytes of the device; what the pool holds but nobody uses counts as free."""
+    """(free, total) bytes of the device; what the pool holds without an array in it counts as free."""
     free, total = cp.cuda.runtime.memGetInfo()
     return free + cp.get_default_memory_pool().free_bytes(), total

@@ -4,7 +4,7 @@ Ids are checked by callers. The NumPy shelf refuses one outside 0 … V − 1; h
 nowhere, because to look at ids would wait for the card.
 """
 
-from .compile import source_constant
+from .constants import source_constant
 from .device import empty
 from .loader import load
 

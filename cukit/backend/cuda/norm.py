@@ -2,7 +2,7 @@
 norm.cu.
 """
 
-from .compile import source_constant
+from .constants import source_constant
 from .device import empty
 from .loader import load
 

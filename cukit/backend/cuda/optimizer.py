@@ -5,7 +5,7 @@ import math
 import cupy as cp
 import numpy as np
 
-from .compile import source_constant
+from .constants import source_constant
 from .device import empty, to_numpy
 from .loader import load
 

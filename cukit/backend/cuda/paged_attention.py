@@ -8,7 +8,7 @@ exits at once.
 import numpy as np
 
 from .attention import LOG2_E, _head_dim, _kernels, _pieces
-from .compile import source_constant
+from .constants import source_constant
 from .device import array, empty
 from .loader import load
 

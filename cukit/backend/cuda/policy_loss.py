@@ -4,7 +4,7 @@ import math
 
 import cupy as cp
 
-from .compile import source_constant
+from .constants import source_constant
 from .device import empty
 from .loader import load
 

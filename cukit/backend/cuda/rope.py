@@ -5,13 +5,14 @@ qkv (T, (H + 2K)·D) holds the heads of q, then of k, then of v. Positions index
 
 import functools
 
-from . import compile as compiler
+from .compile import specialisations
+from .constants import source_constant
 from .device import empty
 from .loader import load
 from .norm import _add_columns
 
-THREADS = compiler.source_constant("rope", "THREADS")
-HEAD_LIMITS = sorted({int(variant["HEAD_LIMIT"]) for variant in compiler.specialisations("rope")})
+THREADS = source_constant("rope", "THREADS")
+HEAD_LIMITS = sorted({int(variant["HEAD_LIMIT"]) for variant in specialisations("rope")})
 BACKWARD_BLOCKS = 528  # of each kind of head; four a multiprocessor on an H100
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import cupy as cp
 
-from .compile import source_constant
+from .constants import source_constant
 from .device import empty
 from .loader import load
 
