@@ -32,10 +32,13 @@ attention_forward(SCALAR* o, float* lse, const SCALAR* qkv, const int* cu_seqlen
     attend_queries(o, o_stride, lse, num_heads, q, k, v, piece.first, piece.length, 0, scale);
 }
 
-// delta = rowsum(do * o). One warp a row of D values, 4 rows a block of 128 threads.
-extern "C" __global__ void __launch_bounds__(128)
+constexpr int DELTA_ROWS = 4;  // rows a block of attention_delta does
+constexpr int DELTA_THREADS = DELTA_ROWS * WARP;
+
+// delta = rowsum(do * o). One warp a row of D values.
+extern "C" __global__ void __launch_bounds__(DELTA_THREADS)
 attention_delta(float* delta, const SCALAR* do_, const SCALAR* o, long long rows) {
-    const long long row = blockIdx.x * 4ll + threadIdx.x / WARP;
+    const long long row = blockIdx.x * (long long)DELTA_ROWS + threadIdx.x / WARP;
     if (row >= rows) return;
     float sum = 0.f;
     for (int d = lane() * 2; d < HEAD_DIM; d += 2 * WARP) {
