@@ -91,10 +91,10 @@ attention_backward_kv(SCALAR* dqkv, const SCALAR* do_, const SCALAR* qkv, const 
     if (piece.first >= piece.length) return;
     const Sequence sequence = sequence_of(piece, dqkv, do_, qkv, lse, delta, num_heads, num_kv_heads, scale);
     if (piece.ghost) {
-        const int stride = sequence.row_stride();
-        zero_rows(sequence.gradient(num_heads + kv_head, 0), stride, piece.first, KEY_ROWS, piece.length);
-        zero_rows(sequence.gradient(num_heads + num_kv_heads + kv_head, 0), stride, piece.first, KEY_ROWS,
+        zero_rows(sequence.gradient(num_heads + kv_head, 0), sequence.row_stride(), piece.first, KEY_ROWS,
                   piece.length);
+        zero_rows(sequence.gradient(num_heads + num_kv_heads + kv_head, 0), sequence.row_stride(), piece.first,
+                  KEY_ROWS, piece.length);
     } else {
         gradient_of_keys(sequence, kv_head, piece.first);
     }

@@ -1,7 +1,8 @@
-// Gradients of attention on tensor cores (see attention_mma.cuh), by recomputation: P = 2^(score - lse), dP = do v, dS
-// = P (dP - delta) with delta = rowsum(do * o); dv = P do, dk = dS q, dq = dS k. P and dS are rounded to SCALAR before
-// their products. Nothing is added atomically: one block owns a piece of keys (and sums over the query heads that share
-// them), or a piece of queries of one head.
+// Gradients of attention on tensor cores (see attention_mma.cuh), by recomputation:
+//   P = 2^(score - lse), dP = do v, dS = P (dP - delta) with delta = rowsum(do * o);
+//   dv = P do, dk = dS q, dq = dS k.
+// P and dS are rounded to SCALAR before their products. Nothing is added atomically: one block owns a piece of keys and
+// sums over the query heads that share them, or it owns a piece of queries of one head.
 #pragma once
 
 #include "attention_mma.cuh"

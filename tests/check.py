@@ -13,6 +13,16 @@ from cukit.backend import backend_for
 
 DTYPES = ("bfloat16", "float16", "float32")  # of the kernels
 
+# What damaged weights make of a row of logits, by functions that write into it.
+BAD_ROWS = {
+    "one NaN": lambda row: row.__setitem__(5, np.nan),
+    "all NaN": lambda row: row.fill(np.nan),
+    "+inf": lambda row: row.__setitem__(5, np.inf),
+    "several +inf": lambda row: row.__setitem__(slice(3, 9), np.inf),
+    "NaN and both infinities": lambda row: row.__setitem__([0, 1, 2], [np.inf, -np.inf, np.nan]),
+    "all -inf": lambda row: row.fill(-np.inf),
+}
+
 
 @dataclass
 class Sum:

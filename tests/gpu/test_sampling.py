@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from check import DTYPES, normal
+from check import BAD_ROWS, DTYPES, normal
 
 from cukit.backend import backend_for
 from cukit.backend.numpy import filter_logits as numpy_filter
@@ -220,16 +220,6 @@ def test_draws_follow_the_distribution():
     assert (
         ((counts - 40_000 * expected) ** 2)[live] / (40_000 * expected[live])
     ).sum() < 30  # 7 degrees of freedom: chance 1e-4
-
-
-BAD_ROWS = {
-    "one NaN": lambda row: row.__setitem__(5, np.nan),
-    "all NaN": lambda row: row.fill(np.nan),
-    "+inf": lambda row: row.__setitem__(5, np.inf),
-    "several +inf": lambda row: row.__setitem__(slice(3, 9), np.inf),
-    "NaN and both infinities": lambda row: row.__setitem__([0, 1, 2], [np.inf, -np.inf, np.nan]),
-    "all -inf": lambda row: row.fill(-np.inf),
-}
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from check import BAD_ROWS
 
 from cukit.backend.numpy import filter_logits, sample
 from cukit.backend.numpy.sampling import _philox4x32, _philox_words
@@ -156,14 +157,6 @@ def test_empty_batch():
     assert tokens.shape == logprobs.shape == (0,)
 
 
-BAD_ROWS = {
-    "one NaN": lambda row: row.__setitem__(5, np.nan),
-    "all NaN": lambda row: row.fill(np.nan),
-    "+inf": lambda row: row.__setitem__(5, np.inf),
-    "several +inf": lambda row: row.__setitem__(slice(3, 9), np.inf),
-    "NaN and both infinities": lambda row: row.__setitem__([0, 1, 2], [np.inf, -np.inf, np.nan]),
-    "all -inf": lambda row: row.fill(-np.inf),
-}
 DRAWS = [
     {},
     {"temperature": 0.0},

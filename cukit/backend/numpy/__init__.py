@@ -4,4 +4,6 @@
 
 from .. import shelf_names
 
-globals().update(shelf_names(__name__))
+_names = shelf_names(__name__)
+globals().update(_names)
+__all__ = sorted(_names)
