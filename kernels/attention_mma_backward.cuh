@@ -146,10 +146,12 @@ __device__ __forceinline__ void gradient_of_keys(const Sequence& sequence, int k
             for_each_value<STEP / 8>([&](int j, int e) {
                 p[j][e] = exp2_fast(__fmaf_rn(p[j][e], scale, __fmul_rn(of_column(lse, j, e), -LOG2_E)));
             });
-            if (first_query < first_row + 16)
-                for_each_value<STEP / 8>([&, first_query](int j, int e) {
-                    if (rows[e >> 1] > first_query + column_of(j, e)) p[j][e] = 0.f;
+            if (first_query < first_row + 16) {
+                const int first_column = first_query;
+                for_each_value<STEP / 8>([&](int j, int e) {
+                    if (rows[e >> 1] > first_column + column_of(j, e)) p[j][e] = 0.f;
                 });
+            }
             BlockTiles::multiply(dv, p, stage + STEP_SIZE);
             BlockTiles::finish<1>(ds);
             for_each_value<STEP / 8>([&](int j, int e) {

@@ -107,9 +107,8 @@ HELPERS = {
     "numpy": {"attention_core"},
     "ops": {"elementwise"},
 }
-OTHER_ARGUMENTS = {
-    "policy_loss"
-}  # a function of ops/ with options of its own, in place of its forward pass's arguments
+# A function of ops/ with options of its own, in place of its forward pass's arguments.
+OTHER_ARGUMENTS = {"policy_loss"}
 
 LINES = {".py": 400, ".cu": 500, ".cuh": 500}
 FUNCTION_LINES = 60

@@ -42,10 +42,11 @@ def test_launchers_read_constants():
 
 @pytest.mark.parametrize("family", sorted(used_constants()))
 def test_the_compiler_agrees(family, monkeypatch):
-    """A static_assert for each constant and variant; the compiler's front end alone runs."""
+    """A static_assert for each constant and each whole variant (one with fewer defines holds a part of the file)."""
     monkeypatch.setattr(compiler, "OPTIONS", (*compiler.OPTIONS, "--fdevice-syntax-only"))
     source, names = compiler.source(family), used_constants()[family]
-    for variant in compiler.specialisations(family):
+    variants = compiler.specialisations(family)
+    for variant in (variant for variant in variants if len(variant) == max(map(len, variants))):
         values = {name: constants.source_constant(family, name, **variant) for name in names}
         for wrong in (0, 1):
             asserts = "".join(f'static_assert({name} == {value + wrong}, "");\n' for name, value in values.items())

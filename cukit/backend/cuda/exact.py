@@ -8,7 +8,7 @@ shape, dtype and bucket, at its first use:
 1. No rows, float64, or the policy "false": cuBLAS at the given rows, nothing compared.
 2. float32: our own product in order at the given rows. It has the bits, and its sums lose fewer digits.
 3. Half types, and cuBLAS at this bucket has the bits of cuBLAS at REFERENCE_ROWS rows: cuBLAS at the bucket.
-4. It has not, but a larger bucket has, at most LARGEST_RAISE or twice the bucket: cuBLAS at that bucket.
+4. It has not, but a larger bucket has, at most LARGEST_RAISE or twice the bucket, the larger of the two: cuBLAS there.
 5. No such bucket, but our own product has the reference's bits: our own product.
 6. Our own product has not (cuBLAS does not add in order even at REFERENCE_ROWS), and for some small bucket case 4 finds
    nothing: our own product for every row count of this weight.
