@@ -1,5 +1,6 @@
 // SwiGLU: y (T, F) = silu(gate) · up with gate, up = the halves of gate_up (T, 2F), and its gradient dgate_up (T, 2F).
-// A thread does VECTOR neighbouring columns of one row; blocks_per_row blocks do a row. Computed in float, rounded once.
+// A thread does VECTOR neighbouring columns of one row; blocks_per_row blocks do a row. Computed in float, rounded
+// once.
 // specialise: SCALAR=bf16,f16,f32
 // arch: sm_80 sm_89 sm_90a sm_100 sm_120
 #include "common.cuh"
@@ -21,7 +22,8 @@ extern "C" __global__ void silu_mul_forward(SCALAR* y, const SCALAR* gate_up, in
     store_floats(y + (long long)row * F, up, col, F, vectorised);
 }
 
-extern "C" __global__ void silu_mul_backward(SCALAR* dgate_up, const SCALAR* dy, const SCALAR* gate_up, int F, int blocks_per_row) {
+extern "C" __global__ void silu_mul_backward(SCALAR* dgate_up, const SCALAR* dy, const SCALAR* gate_up, int F,
+                                             int blocks_per_row) {
     const int row = blockIdx.x / blocks_per_row;
     const int col = (blockIdx.x % blocks_per_row * blockDim.x + threadIdx.x) * VECTOR;
     if (col >= F) return;

@@ -1,24 +1,29 @@
-// Causal attention of packed sequences, o = softmax(q k^T / sqrt(D)) v within each sequence; query head h uses kv head h * K / H.
-// qkv (T, (H + 2K) * D) holds heads of q, k, v; o, do (T, H * D); lse, delta (T, H) float32; cu_seqlens (B + 1) int32, ascending from 0. Rows from
-// cu_seqlens[B] to T belong to no sequence and give zeros. Blocks of ATTENTION_THREADS threads; grids are the launcher's upper bound, see find_piece.
+// Causal attention of packed sequences, o = softmax(q k^T / sqrt(D)) v within each sequence; query head h uses kv head
+// h * K / H.
+//   qkv (T, (H + 2K) * D) holds heads of q, k, v; o, do (T, H * D); lse, delta (T, H) float32
+//   cu_seqlens (B + 1) int32, ascending from 0; rows from cu_seqlens[B] to T belong to no sequence and give zeros
+// Blocks of ATTENTION_THREADS threads; grids are the launcher's upper bound, see find_piece.
 // specialise: SCALAR=bf16,f16,f32 HEAD_DIM=64,128,…
 // arch: sm_80 sm_89 sm_90a sm_100 sm_120
 
 #include "attention.cuh"
 
-// o and the natural log-sum-exp of the scaled scores. Block = QUERY_TILE queries of one head, the last pieces (with the most keys) first.
+// o and the natural log-sum-exp of the scaled scores. Block = QUERY_TILE queries of one head, the last pieces (with the
+// most keys) first.
 extern "C" __global__ void __launch_bounds__(ATTENTION_THREADS, BLOCKS_AN_SM)
-attention_forward(SCALAR* o, float* lse, const SCALAR* qkv, const int* cu_seqlens, int total_tokens, int num_seqs, int num_heads,
-                  int num_kv_heads, float scale) {
+attention_forward(SCALAR* o, float* lse, const SCALAR* qkv, const int* cu_seqlens, int total_tokens, int num_seqs,
+                  int num_heads, int num_kv_heads, float scale) {
     const int head = blockIdx.x % num_heads, kv_head = head / (num_heads / num_kv_heads);
-    const Piece piece = find_piece(cu_seqlens, num_seqs, total_tokens, (gridDim.x - 1 - blockIdx.x) / num_heads, QUERY_TILE);
+    const int index = (gridDim.x - 1 - blockIdx.x) / num_heads;
+    const Piece piece = find_piece(cu_seqlens, num_seqs, total_tokens, index, QUERY_TILE);
     if (piece.first >= piece.length) return;
     const int o_stride = num_heads * HEAD_DIM, qkv_stride = (num_heads + 2 * num_kv_heads) * HEAD_DIM;
     o += (long long)piece.start * o_stride + head * HEAD_DIM;
     lse += (long long)piece.start * num_heads + head;
     if (piece.ghost) {
         zero_rows(o, o_stride, piece.first, QUERY_TILE, piece.length);
-        if (threadIdx.x < QUERY_TILE && piece.first + threadIdx.x < piece.length) lse[(piece.first + (long long)threadIdx.x) * num_heads] = 0.f;
+        if (threadIdx.x < QUERY_TILE && piece.first + threadIdx.x < piece.length)
+            lse[(piece.first + (long long)threadIdx.x) * num_heads] = 0.f;
         return;
     }
     const SCALAR* rows = qkv + (long long)piece.start * qkv_stride;
@@ -27,9 +32,13 @@ attention_forward(SCALAR* o, float* lse, const SCALAR* qkv, const int* cu_seqlen
     attend_queries(o, o_stride, lse, num_heads, q, k, v, piece.first, piece.length, 0, scale);
 }
 
-// delta = rowsum(do * o). One warp a row of D values, 4 rows a block of 128 threads.
-extern "C" __global__ void __launch_bounds__(128) attention_delta(float* delta, const SCALAR* do_, const SCALAR* o, long long rows) {
-    const long long row = blockIdx.x * 4ll + threadIdx.x / WARP;
+constexpr int DELTA_ROWS = 4;  // rows a block of attention_delta does
+constexpr int DELTA_THREADS = DELTA_ROWS * WARP;
+
+// delta = rowsum(do * o). One warp a row of D values.
+extern "C" __global__ void __launch_bounds__(DELTA_THREADS)
+attention_delta(float* delta, const SCALAR* do_, const SCALAR* o, long long rows) {
+    const long long row = blockIdx.x * (long long)DELTA_ROWS + threadIdx.x / WARP;
     if (row >= rows) return;
     float sum = 0.f;
     for (int d = lane() * 2; d < HEAD_DIM; d += 2 * WARP) {
@@ -41,19 +50,28 @@ extern "C" __global__ void __launch_bounds__(128) attention_delta(float* delta, 
     if (lane() == 0) delta[row] = sum;
 }
 
-__device__ __forceinline__ Sequence sequence_of(const Piece& piece, SCALAR* dqkv, const SCALAR* do_, const SCALAR* qkv, const float* lse,
-                                                const float* delta, int num_heads, int num_kv_heads, float scale) {
+__device__ __forceinline__ Sequence sequence_of(const Piece& piece, SCALAR* dqkv, const SCALAR* do_, const SCALAR* qkv,
+                                                const float* lse, const float* delta, int num_heads, int num_kv_heads,
+                                                float scale) {
     const long long token = piece.start, row = token * (num_heads + 2 * num_kv_heads) * HEAD_DIM;
-    return {dqkv + row, do_ + token * num_heads * HEAD_DIM, qkv + row, lse + token * num_heads, delta + token * num_heads,
-            piece.length, num_heads, num_kv_heads, scale};
+    return {dqkv + row,
+            do_ + token * num_heads * HEAD_DIM,
+            qkv + row,
+            lse + token * num_heads,
+            delta + token * num_heads,
+            piece.length,
+            num_heads,
+            num_kv_heads,
+            scale};
 }
 
-// The q part of dqkv. Block = QUERY_TILE queries of one head, the last pieces first. Here and below scale is 1 / sqrt(D).
+// The q part of dqkv. Block = QUERY_TILE queries of one head, the last pieces first. Here and below scale is 1/sqrt(D).
 extern "C" __global__ void __launch_bounds__(ATTENTION_THREADS, BLOCKS_AN_SM)
-attention_backward_q(SCALAR* dqkv, const SCALAR* do_, const SCALAR* qkv, const float* lse, const float* delta, const int* cu_seqlens,
-                     int total_tokens, int num_seqs, int num_heads, int num_kv_heads, float scale) {
-    const int head = blockIdx.x % num_heads;
-    const Piece piece = find_piece(cu_seqlens, num_seqs, total_tokens, (gridDim.x - 1 - blockIdx.x) / num_heads, QUERY_TILE);
+attention_backward_q(SCALAR* dqkv, const SCALAR* do_, const SCALAR* qkv, const float* lse, const float* delta,
+                     const int* cu_seqlens, int total_tokens, int num_seqs, int num_heads, int num_kv_heads,
+                     float scale) {
+    const int head = blockIdx.x % num_heads, index = (gridDim.x - 1 - blockIdx.x) / num_heads;
+    const Piece piece = find_piece(cu_seqlens, num_seqs, total_tokens, index, QUERY_TILE);
     if (piece.first >= piece.length) return;
     const Sequence sequence = sequence_of(piece, dqkv, do_, qkv, lse, delta, num_heads, num_kv_heads, scale);
     if (piece.ghost)
@@ -62,17 +80,21 @@ attention_backward_q(SCALAR* dqkv, const SCALAR* do_, const SCALAR* qkv, const f
         gradient_of_queries(sequence, head, piece.first);
 }
 
-// The k and v parts of dqkv. Block = KEY_ROWS keys of one kv head, the first pieces (with the most queries) first within a sequence.
+// The k and v parts of dqkv. Block = KEY_ROWS keys of one kv head, the first pieces (with the most queries) first
+// within a sequence.
 extern "C" __global__ void __launch_bounds__(ATTENTION_THREADS, KEY_BLOCKS_AN_SM)
-attention_backward_kv(SCALAR* dqkv, const SCALAR* do_, const SCALAR* qkv, const float* lse, const float* delta, const int* cu_seqlens,
-                      int total_tokens, int num_seqs, int num_heads, int num_kv_heads, float scale) {
+attention_backward_kv(SCALAR* dqkv, const SCALAR* do_, const SCALAR* qkv, const float* lse, const float* delta,
+                      const int* cu_seqlens, int total_tokens, int num_seqs, int num_heads, int num_kv_heads,
+                      float scale) {
     const int kv_head = blockIdx.x % num_kv_heads;
     const Piece piece = find_piece(cu_seqlens, num_seqs, total_tokens, blockIdx.x / num_kv_heads, KEY_ROWS);
     if (piece.first >= piece.length) return;
     const Sequence sequence = sequence_of(piece, dqkv, do_, qkv, lse, delta, num_heads, num_kv_heads, scale);
     if (piece.ghost) {
-        zero_rows(sequence.gradient(num_heads + kv_head, 0), sequence.row_stride(), piece.first, KEY_ROWS, piece.length);
-        zero_rows(sequence.gradient(num_heads + num_kv_heads + kv_head, 0), sequence.row_stride(), piece.first, KEY_ROWS, piece.length);
+        zero_rows(sequence.gradient(num_heads + kv_head, 0), sequence.row_stride(), piece.first, KEY_ROWS,
+                  piece.length);
+        zero_rows(sequence.gradient(num_heads + num_kv_heads + kv_head, 0), sequence.row_stride(), piece.first,
+                  KEY_ROWS, piece.length);
     } else {
         gradient_of_keys(sequence, kv_head, piece.first);
     }

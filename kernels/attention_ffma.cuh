@@ -1,8 +1,9 @@
-// Attention in float32 without tensor cores (see attention.cuh): right for every head_dim, not tuned. One warp a query row (or, for dk and dv,
-// a key row); lane i holds the elements i, i + 32, … of a row of D values. In a chunk of keys a tile is 32 keys, one a lane.
+// Attention in float32 without tensor cores (see attention.cuh): right for every head_dim, not tuned. One warp a query
+// row (or, for dk and dv, a key row); lane i holds the elements i, i + 32, … of a row of D values. In a chunk of keys a
+// tile is 32 keys, one a lane.
 #pragma once
 
-#include "attention.cuh"
+#include "attention_rows.cuh"
 
 constexpr int ATTENTION_THREADS = 128;
 constexpr int BLOCKS_AN_SM = 4, KEY_BLOCKS_AN_SM = 4;  // left alone, the compiler saves registers by spilling
@@ -15,7 +16,8 @@ constexpr int SHARE = (HEAD_DIM + WARP - 1) / WARP;
 // This lane's share of a row, zeros past its end (or where the row is null).
 __device__ __forceinline__ void load_share(float (&x)[SHARE], const float* row) {
 #pragma unroll
-    for (int i = 0; i < SHARE; ++i) x[i] = row != nullptr && lane() + i * WARP < HEAD_DIM ? row[lane() + i * WARP] : 0.f;
+    for (int i = 0; i < SHARE; ++i)
+        x[i] = row != nullptr && lane() + i * WARP < HEAD_DIM ? row[lane() + i * WARP] : 0.f;
 }
 
 __device__ __forceinline__ void store_share(float* row, const float (&x)[SHARE], float factor) {
@@ -29,7 +31,8 @@ __device__ __forceinline__ void clear_share(float (&x)[SHARE]) {
     for (int i = 0; i < SHARE; ++i) x[i] = 0.f;
 }
 
-// sum += part. Long sums go over parts of 32 terms: a single chain of thousands of terms loses digits that NumPy's keeps.
+// sum += part. Long sums go over parts of 32 terms: a single chain of thousands of terms loses digits that NumPy's
+// keeps.
 __device__ __forceinline__ void add_share(float (&sum)[SHARE], const float (&part)[SHARE]) {
 #pragma unroll
     for (int i = 0; i < SHARE; ++i) sum[i] = __fadd_rn(sum[i], part[i]);
@@ -44,8 +47,8 @@ __device__ __forceinline__ float dot_share(const float (&x)[SHARE], const float 
 
 // Unnormalised attention of one query over keys first ... end - 1, which lie in one chunk.
 template <class Rows>
-__device__ __forceinline__ void attend_row(float (&out)[SHARE], float& maximum, float& total, const float* q, const Rows& keys, const Rows& values,
-                                           int first, int end, float scale) {
+__device__ __forceinline__ void attend_row(float (&out)[SHARE], float& maximum, float& total, const float* q,
+                                           const Rows& keys, const Rows& values, int first, int end, float scale) {
     clear_share(out);
     maximum = -INFINITY;
     total = 0.f;
@@ -64,7 +67,8 @@ __device__ __forceinline__ void attend_row(float (&out)[SHARE], float& maximum, 
             score = __fmul_rn((sums[0] + sums[1]) + (sums[2] + sums[3]), scale);
         }
         const float highest = fmaxf(maximum, warp_max(score));
-        const float weight = exp2f(__fsub_rn(score, highest)), factor = exp2f(__fsub_rn(maximum, highest));  // a tile has a visible key
+        // A tile has a visible key, so `highest` is finite.
+        const float weight = exp2f(__fsub_rn(score, highest)), factor = exp2f(__fsub_rn(maximum, highest));
         maximum = highest;
         total = __fmaf_rn(total, factor, warp_sum(weight));
         float part[SHARE];
@@ -85,14 +89,16 @@ __device__ __forceinline__ void attend_row(float (&out)[SHARE], float& maximum, 
 // As in attention_mma.cuh: query i of the sequence stands at position offset + i. This warp takes query first + warp.
 template <class Rows>
 __device__ __forceinline__ void attend_queries(float* o, int o_stride, float* lse, int lse_stride, const PackedRows& q,
-                                               const Rows& keys, const Rows& values, int first, int count, int offset, float scale) {
+                                               const Rows& keys, const Rows& values, int first, int count, int offset,
+                                               float scale) {
     const int row = first + threadIdx.x / WARP;
     if (row >= count) return;
     float running[SHARE], maximum = -INFINITY, total = 0.f;
     clear_share(running);
     for (int chunk = 0; chunk <= offset + row; chunk += CHUNK_KEYS) {
         float out[SHARE], chunk_maximum, chunk_total, left, right;
-        attend_row(out, chunk_maximum, chunk_total, q.row(row), keys, values, chunk, min(chunk + CHUNK_KEYS, offset + row + 1), scale);
+        attend_row(out, chunk_maximum, chunk_total, q.row(row), keys, values, chunk,
+                   min(chunk + CHUNK_KEYS, offset + row + 1), scale);
         merge_totals(maximum, total, chunk_maximum, chunk_total, left, right);
 #pragma unroll
         for (int i = 0; i < SHARE; ++i) running[i] = merge_value(running[i], out[i], left, right);
@@ -102,8 +108,9 @@ __device__ __forceinline__ void attend_queries(float* o, int o_stride, float* ls
 }
 
 // As in attention_mma.cuh: the query rows q + r * HEAD_DIM, r < count, over keys first ... end - 1 of one chunk.
-__device__ __forceinline__ void attend_chunk(float* out, float2* stats, long long stride, const float* q, int count, const PagedRows& keys,
-                                             const PagedRows& values, int first, int end, float scale) {
+__device__ __forceinline__ void attend_chunk(float* out, float2* stats, long long stride, const float* q, int count,
+                                             const PagedRows& keys, const PagedRows& values, int first, int end,
+                                             float scale) {
     for (int r = 0; r < count; ++r) {
         float row[SHARE], maximum, total;
         attend_row(row, maximum, total, q + r * HEAD_DIM, keys, values, first, end, scale);
@@ -113,8 +120,9 @@ __device__ __forceinline__ void attend_chunk(float* out, float2* stats, long lon
 }
 
 // P and dS of one query and one key, by natural exponentials as in NumPy.
-__device__ __forceinline__ void weigh(float& p, float& ds, const float (&q)[SHARE], const float (&k)[SHARE], const float (&do_row)[SHARE],
-                                      const float (&v)[SHARE], float scale, float lse, float delta) {
+__device__ __forceinline__ void weigh(float& p, float& ds, const float (&q)[SHARE], const float (&k)[SHARE],
+                                      const float (&do_row)[SHARE], const float (&v)[SHARE], float scale, float lse,
+                                      float delta) {
     p = expf(__fsub_rn(__fmul_rn(dot_share(q, k), scale), lse));
     ds = __fmul_rn(p, __fsub_rn(dot_share(do_row, v), delta));
 }
@@ -123,7 +131,8 @@ __device__ __forceinline__ void weigh(float& p, float& ds, const float (&q)[SHAR
 __device__ __forceinline__ void gradient_of_queries(const Sequence& sequence, int head, int first) {
     const int kv_head = head / (sequence.num_heads / sequence.num_kv_heads), row = first + threadIdx.x / WARP;
     if (row >= sequence.length) return;
-    const PackedRows keys = sequence.head(sequence.num_heads + kv_head), values = sequence.head(sequence.num_heads + sequence.num_kv_heads + kv_head);
+    const PackedRows keys = sequence.head(sequence.num_heads + kv_head);
+    const PackedRows values = sequence.head(sequence.num_heads + sequence.num_kv_heads + kv_head);
     const long long at = (long long)row * sequence.num_heads + head;
     float q[SHARE], do_row[SHARE], k[SHARE], v[SHARE], dq[SHARE], part[SHARE];
     load_share(q, sequence.head(head).row(row));

@@ -1,7 +1,8 @@
-// Attention on tensor cores (see attention.cuh): softmax, merge, and the loops over tiles. The layout of scores and results over threads is that of
-// tiles_mma.cuh, whichever instructions multiply.
+// Attention on tensor cores (see attention.cuh): softmax, merge, and the loops over tiles. The layout of scores and
+// results over threads is that of tiles_mma.cuh, whichever instructions multiply.
 #pragma once
 
+#include "attention_rows.cuh"
 #include "tiles_mma.cuh"
 #include "tiles_wgmma.cuh"
 
@@ -20,7 +21,8 @@ constexpr int ATTENTION_THREADS = QUERY_WARPS * WARP;
 constexpr int BLOCKS_AN_SM = PADDED_DIM > 64 ? 2 : 3;  // what registers allow without a spill
 constexpr int KEY_TILE_SIZE = BlockTiles::SIZE<KEY_TILE>, QUERY_TILE_SIZE = BlockTiles::SIZE<QUERY_TILE>;
 constexpr int RUNNING_SIZE = WIDE ? QUERY_TILE * PADDED_DIM : 0;
-constexpr int FORWARD_SHARED = (QUERY_TILE_SIZE + STAGES * 2 * KEY_TILE_SIZE) * sizeof(SCALAR) + RUNNING_SIZE * sizeof(float) + 2 * KEY_TILE * sizeof(int);
+constexpr int FORWARD_SHARED = (QUERY_TILE_SIZE + STAGES * 2 * KEY_TILE_SIZE) * sizeof(SCALAR) +
+                               RUNNING_SIZE * sizeof(float) + 2 * KEY_TILE * sizeof(int);
 
 template <int ROWS, class Source>
 __device__ __forceinline__ void copy_block_rows(SCALAR* tile, const Source& source, int first, int end) {
@@ -29,12 +31,14 @@ __device__ __forceinline__ void copy_block_rows(SCALAR* tile, const Source& sour
 
 // Rows of two sources to two neighbouring tiles.
 template <int ROWS, class Source>
-__device__ __forceinline__ void copy_block_pair(SCALAR* tiles, const Source& first_source, const Source& second_source, int first, int end) {
+__device__ __forceinline__ void copy_block_pair(SCALAR* tiles, const Source& first_source, const Source& second_source,
+                                                int first, int end) {
     copy_block_rows<ROWS>(tiles, first_source, first, end);
     copy_block_rows<ROWS>(tiles + BlockTiles::SIZE<ROWS>, second_source, first, end);
 }
 
-// From here on tile number `tile` is there for the whole block, and every warp is done with the one before. With a single stage it is fetched only now.
+// From here on tile number `tile` is there for the whole block, and every warp is done with the one before. With a
+// single stage it is fetched only now.
 template <class Fetch>
 __device__ __forceinline__ void take_tile(Fetch& fetch, int tile) {
     if (STAGES == 1) {
@@ -45,9 +49,10 @@ __device__ __forceinline__ void take_tile(Fetch& fetch, int tile) {
     BlockTiles::share();
 }
 
-// ---- softmax over one chunk, and the merge --------------------------------------------------------------------------
+// ---- softmax over one chunk, and the merge ----
 
-// Unnormalised attention of 16 rows over the part of a chunk seen so far; `total` is this thread's share of the row sum until close().
+// Unnormalised attention of 16 rows over the part of a chunk seen so far; `total` is this thread's share of the row sum
+// until close().
 struct Chunk {
     float out[OUT_TILES][4];
     float maximum[2], total[2];
@@ -69,38 +74,33 @@ struct Chunk {
 
 using Scores = float[KEY_TILE / 8][4];
 
-// Turn products q k of the keys from first_key on into weights under the chunk's new maximum, nothing for those from limits[row] on, and rescale
-// what the chunk holds already.
-__device__ __forceinline__ void weigh_tile(Chunk& chunk, Scores& scores, int first_key, const int (&limits)[2], float scale) {
+// Turn products q k of the keys from first_key on into weights under the chunk's new maximum, nothing for those from
+// limits[row] on, and rescale what the chunk holds already.
+__device__ __forceinline__ void weigh_tile(Chunk& chunk, Scores& scores, int first_key, const int (&limits)[2],
+                                           float scale) {
     if (first_key + KEY_TILE > min(limits[0], limits[1])) {
-#pragma unroll
-        for (int j = 0; j < KEY_TILE / 8; ++j)
-#pragma unroll
-            for (int e = 0; e < 4; ++e)
-                if (first_key + j * 8 + (lane() & 3) * 2 + (e & 1) >= limits[e >> 1]) scores[j][e] = -INFINITY;
+        for_each_value<KEY_TILE / 8>([&](int j, int e) {
+            if (first_key + column_of(j, e) >= limits[e >> 1]) scores[j][e] = -INFINITY;
+        });
     }
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
         float highest = -INFINITY;
 #pragma unroll
-        for (int j = 0; j < KEY_TILE / 8; ++j) highest = fmaxf(highest, fmaxf(scores[j][2 * r], scores[j][2 * r + 1]));
+        for (int j = 0; j < KEY_TILE / 8; ++j)
+            highest = fmaxf(highest, fmaxf(scores[j][2 * r], scores[j][2 * r + 1]));
         highest = fmaxf(highest, __shfl_xor_sync(FULL_MASK, highest, 1));
         highest = fmaxf(highest, __shfl_xor_sync(FULL_MASK, highest, 2));
         highest = fmaxf(__fmul_rn(highest, scale), chunk.maximum[r]);
         float base = finite_maximum(highest), factor = exp2_fast(__fsub_rn(chunk.maximum[r], base)), sum = 0.f;
         chunk.maximum[r] = highest;
-#pragma unroll
-        for (int j = 0; j < KEY_TILE / 8; ++j)
-#pragma unroll
-            for (int e = 2 * r; e < 2 * r + 2; ++e) {
-                scores[j][e] = exp2_fast(__fmaf_rn(scores[j][e], scale, -base));
-                sum = __fadd_rn(sum, scores[j][e]);
-            }
+        for_each_value_of_half<KEY_TILE / 8>(r, [&](int j, int e) {
+            scores[j][e] = exp2_fast(__fmaf_rn(scores[j][e], scale, -base));
+            sum = __fadd_rn(sum, scores[j][e]);
+        });
         chunk.total[r] = __fmaf_rn(chunk.total[r], factor, sum);
-#pragma unroll
-        for (int j = 0; j < OUT_TILES; ++j)
-#pragma unroll
-            for (int e = 2 * r; e < 2 * r + 2; ++e) chunk.out[j][e] = __fmul_rn(chunk.out[j][e], factor);
+        for_each_value_of_half<OUT_TILES>(
+            r, [&](int j, int e) { chunk.out[j][e] = __fmul_rn(chunk.out[j][e], factor); });
     }
 }
 
@@ -130,23 +130,23 @@ struct Running {
         for (int r = 0; r < 2; ++r) {
             float left, right;
             merge_totals(maximum[r], total[r], chunk.maximum[r], chunk.total[r], left, right);
-#pragma unroll
-            for (int j = 0; j < OUT_TILES; ++j)
-#pragma unroll
-                for (int e = 2 * r; e < 2 * r + 2; ++e) at(j * 4 + e) = merge_value(at(j * 4 + e), chunk.out[j][e], left, right);
+            for_each_value_of_half<OUT_TILES>(r, [&](int j, int e) {
+                at(j * 4 + e) = merge_value(at(j * 4 + e), chunk.out[j][e], left, right);
+            });
         }
         chunk.clear();
     }
 };
 
-// ---- one block: QUERY_TILE queries of one head over all keys they see (training and prefill) -------------------------
+// ---- one block: QUERY_TILE queries of one head over all keys they see (training and prefill) ----
 
-// Dynamic shared memory: a tile of queries, STAGES x (keys, values); where WIDE, the warps' running results; the slots of two tiles of paged keys.
-// Query i (first <= i < count) of the sequence stands at position offset + i and sees the keys up to there. q.row(i), o + i * o_stride,
-// lse + i * lse_stride (lse may be null).
+// Dynamic shared memory: a tile of queries, STAGES x (keys, values); where WIDE, the warps' running results; the slots
+// of two tiles of paged keys. Query i (first <= i < count) of the sequence stands at position offset + i and sees the
+// keys up to there. q.row(i), o + i * o_stride, lse + i * lse_stride (lse may be null).
 template <class Keys>
 __device__ __forceinline__ void attend_queries(SCALAR* o, int o_stride, float* lse, int lse_stride, const PackedRows& q,
-                                               const Keys& keys, const Keys& values, int first, int count, int offset, float scale) {
+                                               const Keys& keys, const Keys& values, int first, int count, int offset,
+                                               float scale) {
     extern __shared__ __align__(1024) unsigned char shared_bytes[];
     SCALAR *queries = reinterpret_cast<SCALAR*>(shared_bytes), *tiles = queries + QUERY_TILE_SIZE;
     const int first_row = first + warp_index() * 16;
@@ -184,8 +184,8 @@ __device__ __forceinline__ void attend_queries(SCALAR* o, int o_stride, float* l
         const int first_key = tile * KEY_TILE;
         if constexpr (Keys::PAGED) {
             const int* known = slots + tile % 2 * KEY_TILE;
-            copy_block_pair<KEY_TILE>(stage, SlotRows{keys.base, known, first_key, keys.stride}, SlotRows{values.base, known, first_key, values.stride},
-                                      first_key, block_end);
+            copy_block_pair<KEY_TILE>(stage, SlotRows{keys.base, known, first_key, keys.stride},
+                                      SlotRows{values.base, known, first_key, values.stride}, first_key, block_end);
         } else {
             copy_block_pair<KEY_TILE>(stage, keys, values, first_key, block_end);
         }
@@ -224,10 +224,11 @@ __device__ __forceinline__ void attend_queries(SCALAR* o, int o_stride, float* l
             lse[(long long)rows[r] * lse_stride] = natural_lse(running.maximum[r], running.total[r]);
     }
     __syncthreads();  // the tiles are free
-    write_rows(queries, o + (long long)first_row * o_stride, o_stride, count - first_row, factors, [&](int j, int e) { return running.at(j * 4 + e); });
+    write_rows(queries, o + (long long)first_row * o_stride, o_stride, count - first_row, factors,
+               [&](int j, int e) { return running.at(j * 4 + e); });
 }
 
-// ---- one warp: up to 16 query rows (the heads that share a kv head) over one chunk (decoding) ---------------------------
+// ---- one warp: up to 16 query rows (the heads that share a kv head) over one chunk (decoding) ----
 
 constexpr int CHUNK_THREADS = 32;
 
@@ -263,21 +264,24 @@ struct RowFragments {
     }
 };
 
-// The query rows q + r * HEAD_DIM, r < count <= 16, over keys first ... end - 1 of one chunk. Unnormalised results in float32 to out + r * HEAD_DIM * stride,
-// maximum and sum to stats + r * stride.
-__device__ __forceinline__ void attend_chunk(float* out, float2* stats, long long stride, const SCALAR* q, int count, const PagedRows& key_rows,
-                                             const PagedRows& value_rows, int first, int end, float scale) {
+// The query rows q + r * HEAD_DIM, r < count <= 16, over keys first ... end - 1 of one chunk. Unnormalised results in
+// float32 to out + r * HEAD_DIM * stride, maximum and sum to stats + r * stride.
+__device__ __forceinline__ void attend_chunk(float* out, float2* stats, long long stride, const SCALAR* q, int count,
+                                             const PagedRows& key_rows, const PagedRows& value_rows, int first, int end,
+                                             float scale) {
     __shared__ __align__(16) SCALAR key_tile[WarpTiles::SIZE<KEY_TILE>], value_tile[WarpTiles::SIZE<KEY_TILE>];
     __shared__ int slots[CHUNK_KEYS];
     for (int i = lane(); i < CHUNK_KEYS; i += CHUNK_THREADS) slots[i] = first + i < end ? key_rows.slot(first + i) : 0;
     WarpTiles::clear_padding<CHUNK_THREADS>(key_tile, KEY_TILE);
     WarpTiles::clear_padding<CHUNK_THREADS>(value_tile, KEY_TILE);
     __syncwarp();
-    const SlotRows keys{key_rows.base, slots, first, key_rows.stride}, values{value_rows.base, slots, first, value_rows.stride};
+    const SlotRows keys{key_rows.base, slots, first, key_rows.stride};
+    const SlotRows values{value_rows.base, slots, first, value_rows.stride};
 
     RowFragments queries;
     int rows[2] = {lane() / 4, lane() / 4 + 8};
-    queries.set(rows[0] < count ? q + rows[0] * HEAD_DIM : nullptr, rows[1] < count ? q + rows[1] * HEAD_DIM : nullptr);
+    queries.set(rows[0] < count ? q + rows[0] * HEAD_DIM : nullptr,
+                rows[1] < count ? q + rows[1] * HEAD_DIM : nullptr);
     const int limits[2] = {end, end};
     Chunk chunk;
     chunk.clear();
@@ -310,8 +314,10 @@ __device__ __forceinline__ void attend_chunk(float* out, float2* stats, long lon
         float* out_row = out + rows[r] * stride * HEAD_DIM;
 #pragma unroll
         for (int j = 0; j < OUT_TILES; ++j) {
-            int column = j * 8 + (lane() & 3) * 2;
-            if (column < HEAD_DIM) *reinterpret_cast<float2*>(out_row + column) = make_float2(chunk.out[j][2 * r], chunk.out[j][2 * r + 1]);
+            int column = column_of(j, 0);
+            if (column < HEAD_DIM)
+                *reinterpret_cast<float2*>(out_row + column) =
+                    make_float2(chunk.out[j][2 * r], chunk.out[j][2 * r + 1]);
         }
         if ((lane() & 3) == 0) stats[rows[r] * stride] = make_float2(chunk.maximum[r], chunk.total[r]);
     }

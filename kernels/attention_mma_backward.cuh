@@ -1,6 +1,8 @@
-// Gradients of attention on tensor cores (see attention_mma.cuh), by recomputation: P = 2^(score - lse), dP = do v, dS = P (dP - delta) with
-// delta = rowsum(do * o); dv = P do, dk = dS q, dq = dS k. P and dS are rounded to SCALAR before their products. Nothing is added atomically:
-// one block owns a piece of keys (and sums over the query heads that share them), or a piece of queries of one head.
+// Gradients of attention on tensor cores (see attention_mma.cuh), by recomputation:
+//   P = 2^(score - lse), dP = do v, dS = P (dP - delta) with delta = rowsum(do * o);
+//   dv = P do, dk = dS q, dq = dS k.
+// P and dS are rounded to SCALAR before their products. Nothing is added atomically: one block owns a piece of keys and
+// sums over the query heads that share them, or it owns a piece of queries of one head.
 #pragma once
 
 #include "attention_mma.cuh"
@@ -10,19 +12,28 @@ constexpr int STEP = BlockTiles::STEP;  // queries, or keys, that are taken at o
 constexpr int STEP_SIZE = BlockTiles::SIZE<STEP>, KEY_ROWS_SIZE = BlockTiles::SIZE<KEY_ROWS>;
 constexpr int KEY_BLOCKS_AN_SM = STEP > 32 ? 2 : BLOCKS_AN_SM;
 constexpr int QUERY_GRADIENT_SHARED = (2 * QUERY_TILE_SIZE + STAGES * 2 * STEP_SIZE) * sizeof(SCALAR);
-constexpr int KEY_GRADIENT_SHARED = (2 * KEY_ROWS_SIZE + STAGES * 2 * STEP_SIZE) * sizeof(SCALAR) + STAGES * 2 * STEP * sizeof(float);
+constexpr int KEY_GRADIENT_SHARED =
+    (2 * KEY_ROWS_SIZE + STAGES * 2 * STEP_SIZE) * sizeof(SCALAR) + STAGES * 2 * STEP * sizeof(float);
 
 static_assert(2 * STEP <= ATTENTION_THREADS, "a thread copies one of the statistics");
 
 using StepProducts = float[STEP / 8][4];
 
-// dq of queries first ... first + QUERY_TILE - 1 of one head. Dynamic shared memory: queries, do (QUERY_TILE rows each), STAGES x (keys, values).
+// The statistic of the column of value (j, e); a thread's two columns of a tile are one load.
+__device__ __forceinline__ float of_column(const float* statistics, int j, int e) {
+    const float2 pair = reinterpret_cast<const float2*>(statistics)[j * 4 + (lane() & 3)];
+    return e & 1 ? pair.y : pair.x;
+}
+
+// dq of queries first ... first + QUERY_TILE - 1 of one head. Dynamic shared memory: queries, do (QUERY_TILE rows
+// each), STAGES x (keys, values).
 __device__ __forceinline__ void gradient_of_queries(const Sequence& sequence, int head, int first) {
     extern __shared__ __align__(1024) unsigned char shared_bytes[];
     SCALAR* queries = reinterpret_cast<SCALAR*>(shared_bytes);
     SCALAR *out_gradients = queries + QUERY_TILE_SIZE, *stages = out_gradients + QUERY_TILE_SIZE;
     const int kv_head = head / (sequence.num_heads / sequence.num_kv_heads), length = sequence.length;
-    const PackedRows keys = sequence.head(sequence.num_heads + kv_head), values = sequence.head(sequence.num_heads + sequence.num_kv_heads + kv_head);
+    const PackedRows keys = sequence.head(sequence.num_heads + kv_head);
+    const PackedRows values = sequence.head(sequence.num_heads + sequence.num_kv_heads + kv_head);
     const int first_row = first + warp_index() * 16, block_end = min(first + QUERY_TILE, length);
     const int warp_end = BlockTiles::TOGETHER ? block_end : min(first_row + 16, length);
 
@@ -62,38 +73,34 @@ __device__ __forceinline__ void gradient_of_queries(const Sequence& sequence, in
         if (STAGES == 2 && tile + 1 < num_tiles) fetch(tile + 1);
         if (seen) {
             BlockTiles::finish<1>(p);
-#pragma unroll
-            for (int j = 0; j < STEP / 8; ++j)
-#pragma unroll
-                for (int e = 0; e < 4; ++e) p[j][e] = exp2_fast(__fmaf_rn(p[j][e], scale, -lse[e >> 1]));
-            if (first_key + STEP > first_row) {
-#pragma unroll
-                for (int j = 0; j < STEP / 8; ++j)
-#pragma unroll
-                    for (int e = 0; e < 4; ++e)
-                        if (first_key + j * 8 + (lane() & 3) * 2 + (e & 1) > rows[e >> 1]) p[j][e] = 0.f;
-            }
+            for_each_value<STEP / 8>(
+                [&](int j, int e) { p[j][e] = exp2_fast(__fmaf_rn(p[j][e], scale, -lse[e >> 1])); });
+            if (first_key + STEP > first_row)
+                for_each_value<STEP / 8>([&](int j, int e) {
+                    if (first_key + column_of(j, e) > rows[e >> 1]) p[j][e] = 0.f;
+                });
             BlockTiles::finish<0>(ds);
-#pragma unroll
-            for (int j = 0; j < STEP / 8; ++j)
-#pragma unroll
-                for (int e = 0; e < 4; ++e) ds[j][e] = __fmul_rn(p[j][e], __fsub_rn(ds[j][e], delta[e >> 1]));
+            for_each_value<STEP / 8>(
+                [&](int j, int e) { ds[j][e] = __fmul_rn(p[j][e], __fsub_rn(ds[j][e], delta[e >> 1])); });
             BlockTiles::multiply(dq, ds, stage);
             BlockTiles::finish<0>(dq);
         }
     }
     __syncthreads();  // the tiles are free
-    write_rows(queries, sequence.gradient(head, first_row), sequence.row_stride(), length - first_row, factors, [&](int j, int e) { return dq[j][e]; });
+    write_rows(queries, sequence.gradient(head, first_row), sequence.row_stride(), length - first_row, factors,
+               [&](int j, int e) { return dq[j][e]; });
 }
 
-// dk and dv of keys first ... first + KEY_ROWS - 1 of one kv head. Keys are rows, queries are columns: scores transposed.
-// Dynamic shared memory: keys, values (KEY_ROWS rows each), STAGES x (queries, do), STAGES x (lse, delta) of STEP floats.
+// dk and dv of keys first ... first + KEY_ROWS - 1 of one kv head. Keys are rows, queries are columns: scores
+// transposed. Dynamic shared memory: keys, values (KEY_ROWS rows each), STAGES x (queries, do), STAGES x (lse, delta)
+// of STEP floats.
 __device__ __forceinline__ void gradient_of_keys(const Sequence& sequence, int kv_head, int first) {
     extern __shared__ __align__(1024) unsigned char shared_bytes[];
     SCALAR* keys = reinterpret_cast<SCALAR*>(shared_bytes);
     SCALAR *values = keys + KEY_ROWS_SIZE, *stages = values + KEY_ROWS_SIZE;
     float* statistics = reinterpret_cast<float*>(stages + STAGES * 2 * STEP_SIZE);
-    const int group = sequence.num_heads / sequence.num_kv_heads, length = sequence.length, first_row = first + warp_index() * 16;
+    const int group = sequence.num_heads / sequence.num_kv_heads, length = sequence.length;
+    const int first_row = first + warp_index() * 16;
     const int key_head = sequence.num_heads + kv_head, value_head = key_head + sequence.num_kv_heads;
 
     BlockTiles::clear_padding<ATTENTION_THREADS>(keys, 2 * KEY_ROWS + STAGES * 2 * STEP);
@@ -108,7 +115,8 @@ __device__ __forceinline__ void gradient_of_keys(const Sequence& sequence, int k
         if (threadIdx.x < 2 * STEP) {
             const int query = next_query + threadIdx.x % STEP;
             const float* from = threadIdx.x < STEP ? sequence.lse : sequence.delta;
-            copy_async<4>(statistics + tile % STAGES * 2 * STEP + threadIdx.x, from + (long long)query * sequence.num_heads + next_head, query < length);
+            copy_async<4>(statistics + tile % STAGES * 2 * STEP + threadIdx.x,
+                          from + (long long)query * sequence.num_heads + next_head, query < length);
         }
         copies_commit();
         next_query += STEP;
@@ -122,7 +130,8 @@ __device__ __forceinline__ void gradient_of_keys(const Sequence& sequence, int k
     if (STAGES == 2) fetch(0);
     for (int tile = 0; tile < num_tiles; ++tile) {
         take_tile(fetch, tile);
-        const bool seen = BlockTiles::TOGETHER || first_query + STEP > first_row;  // else every query comes before every key of the warp
+        // Where not seen, every query comes before every key of the warp.
+        const bool seen = BlockTiles::TOGETHER || first_query + STEP > first_row;
         const SCALAR* stage = stages + tile % STAGES * 2 * STEP_SIZE;
         const float *lse = statistics + tile % STAGES * 2 * STEP, *delta = lse + STEP;
         StepProducts p, ds;
@@ -134,27 +143,20 @@ __device__ __forceinline__ void gradient_of_keys(const Sequence& sequence, int k
         if (seen) {
             BlockTiles::finish<1>(p);
             // A query beyond the end has q = do = lse = delta = 0, so it adds P * 0 and (0 - 0) * 0.
-#pragma unroll
-            for (int j = 0; j < STEP / 8; ++j) {
-                const float2 columns = reinterpret_cast<const float2*>(lse)[j * 4 + (lane() & 3)];
-#pragma unroll
-                for (int e = 0; e < 4; ++e) p[j][e] = exp2_fast(__fmaf_rn(p[j][e], scale, __fmul_rn(e & 1 ? columns.y : columns.x, -LOG2_E)));
-            }
+            for_each_value<STEP / 8>([&](int j, int e) {
+                p[j][e] = exp2_fast(__fmaf_rn(p[j][e], scale, __fmul_rn(of_column(lse, j, e), -LOG2_E)));
+            });
             if (first_query < first_row + 16) {
-#pragma unroll
-                for (int j = 0; j < STEP / 8; ++j)
-#pragma unroll
-                    for (int e = 0; e < 4; ++e)
-                        if (rows[e >> 1] > first_query + j * 8 + (lane() & 3) * 2 + (e & 1)) p[j][e] = 0.f;
+                const int first_column = first_query;
+                for_each_value<STEP / 8>([&](int j, int e) {
+                    if (rows[e >> 1] > first_column + column_of(j, e)) p[j][e] = 0.f;
+                });
             }
             BlockTiles::multiply(dv, p, stage + STEP_SIZE);
             BlockTiles::finish<1>(ds);
-#pragma unroll
-            for (int j = 0; j < STEP / 8; ++j) {
-                const float2 columns = reinterpret_cast<const float2*>(delta)[j * 4 + (lane() & 3)];
-#pragma unroll
-                for (int e = 0; e < 4; ++e) ds[j][e] = __fmul_rn(p[j][e], __fsub_rn(ds[j][e], e & 1 ? columns.y : columns.x));
-            }
+            for_each_value<STEP / 8>([&](int j, int e) {
+                ds[j][e] = __fmul_rn(p[j][e], __fsub_rn(ds[j][e], of_column(delta, j, e)));
+            });
             BlockTiles::multiply(dk, ds, stage);
             BlockTiles::finish<0>(dv);
             BlockTiles::finish<0>(dk);
@@ -165,6 +167,8 @@ __device__ __forceinline__ void gradient_of_keys(const Sequence& sequence, int k
     __syncthreads();  // the tiles are free
     const float key_factors[2] = {sequence.scale, sequence.scale}, value_factors[2] = {1.f, 1.f};
     const int present = length - first_row;
-    write_rows(keys, sequence.gradient(key_head, first_row), sequence.row_stride(), present, key_factors, [&](int j, int e) { return dk[j][e]; });
-    write_rows(keys, sequence.gradient(value_head, first_row), sequence.row_stride(), present, value_factors, [&](int j, int e) { return dv[j][e]; });
+    write_rows(keys, sequence.gradient(key_head, first_row), sequence.row_stride(), present, key_factors,
+               [&](int j, int e) { return dk[j][e]; });
+    write_rows(keys, sequence.gradient(value_head, first_row), sequence.row_stride(), present, value_factors,
+               [&](int j, int e) { return dv[j][e]; });
 }

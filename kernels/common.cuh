@@ -1,7 +1,9 @@
-// What every kernel file shares: the scalar type, 16-byte vectors, conversions, reductions with a fixed order, and the RMS norm's arithmetic.
+// What every kernel file shares: the scalar type, 16-byte vectors, conversions, reductions with a fixed order, and the
+// RMS norm's arithmetic.
 //
-// SCALAR, the type that activations and weights are stored in, comes from -D (cukit/backend/cuda/compile.py); SCALAR_BF16, SCALAR_F16
-// or SCALAR_F32 is 1 beside it. Everything is compiled with -fmad=false: a * b + c rounds twice, as NumPy does; write fmaf for one rounding.
+// SCALAR, the type that activations and weights are stored in, comes from -D (cukit/backend/cuda/compile.py);
+// SCALAR_BF16, SCALAR_F16 or SCALAR_F32 is 1 beside it. Everything is compiled with -fmad=false: a * b + c rounds
+// twice, as NumPy does; fmaf is one rounding.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -13,11 +15,15 @@
 #ifndef INFINITY
 #define INFINITY __int_as_float(0x7f800000)
 #endif
+#define NAN_FLOAT __int_as_float(0x7fc00000)
 
 constexpr int WARP = 32;
 constexpr unsigned FULL_MASK = 0xffffffffu;
 constexpr float LOG2_E = 1.4426950408889634f;
 constexpr float LN_2 = 0.6931471805599453f;
+
+__device__ __forceinline__ int lane() { return threadIdx.x % WARP; }
+__device__ __forceinline__ int warp_index() { return threadIdx.x / WARP; }
 
 // ---- conversions: float is what sums are taken in; storing rounds to nearest even ----
 
@@ -45,12 +51,18 @@ constexpr int VECTOR = 16 / sizeof(SCALAR);  // elements of SCALAR in 16 bytes: 
 
 __device__ inline bool aligned16(const void* p) { return (reinterpret_cast<unsigned long long>(p) & 15) == 0; }
 
-template <int N, typename T> __device__ inline Vec<T, N> load_vec(const T* p) { return *reinterpret_cast<const Vec<T, N>*>(p); }
-template <typename T, int N> __device__ inline void store_vec(T* p, const Vec<T, N>& x) { *reinterpret_cast<Vec<T, N>*>(p) = x; }
+template <int N, typename T> __device__ inline Vec<T, N> load_vec(const T* p) {
+    return *reinterpret_cast<const Vec<T, N>*>(p);
+}
+template <typename T, int N> __device__ inline void store_vec(T* p, const Vec<T, N>& x) {
+    *reinterpret_cast<Vec<T, N>*>(p) = x;
+}
 
-// Elements first … first + N - 1 of a row of `size` as floats, zeros past its end. `vectorised` (the same for the whole launch) says
-// that the row is aligned and a multiple of N; both ways give the same values to the same thread, hence the same bits.
-template <int N, typename T> __device__ inline void load_floats(float (&out)[N], const T* row, int first, int size, bool vectorised) {
+// Elements first … first + N - 1 of a row of `size` as floats, zeros past its end. `vectorised` (the same for the whole
+// launch) says that the row is aligned and a multiple of N; both ways give the same values to the same thread, hence
+// the same bits.
+template <int N, typename T>
+__device__ inline void load_floats(float (&out)[N], const T* row, int first, int size, bool vectorised) {
     if (vectorised) {
         Vec<T, N> x = load_vec<N>(row + first);
 #pragma unroll
@@ -61,7 +73,8 @@ template <int N, typename T> __device__ inline void load_floats(float (&out)[N],
     }
 }
 
-template <int N, typename T> __device__ inline void store_floats(T* row, const float (&x)[N], int first, int size, bool vectorised) {
+template <int N, typename T>
+__device__ inline void store_floats(T* row, const float (&x)[N], int first, int size, bool vectorised) {
     if (vectorised) {
         Vec<T, N> packed;
 #pragma unroll
@@ -77,7 +90,8 @@ template <int N, typename T> __device__ inline void store_floats(T* row, const f
 // to (C) = from (C), by the whole block; `vectorised`: whole, aligned vectors
 __device__ inline void copy_row(SCALAR* to, const SCALAR* from, int C, bool vectorised) {
     if (vectorised)
-        for (int c = threadIdx.x * VECTOR; c < C; c += blockDim.x * VECTOR) store_vec(to + c, load_vec<VECTOR>(from + c));
+        for (int c = threadIdx.x * VECTOR; c < C; c += blockDim.x * VECTOR)
+            store_vec(to + c, load_vec<VECTOR>(from + c));
     else
         for (int c = threadIdx.x; c < C; c += blockDim.x) to[c] = from[c];
 }
@@ -97,12 +111,13 @@ template <int LANES = WARP> __device__ inline float warp_max(float x) {
     return x;
 }
 
-// Over a one-dimensional block of whole warps. scratch: 32 numbers in shared memory, free again after the next __syncthreads().
+// Over a one-dimensional block of whole warps. scratch: 32 numbers in shared memory, free again after the next
+// __syncthreads().
 template <typename T> __device__ inline T block_sum(T x, T* scratch) {
     int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, warps = blockDim.x / WARP;
     x = warp_sum(x);
     if (warps == 1) return x;
-    __syncthreads();  // whoever still reads the last result
+    __syncthreads();  // some threads may still read the last result
     if (lane == 0) scratch[warp] = x;
     __syncthreads();
     return warp_sum(lane < warps ? scratch[lane] : T(0));
@@ -118,16 +133,21 @@ __device__ inline float block_max(float x, float* scratch) {
     return warp_max(lane < warps ? scratch[lane] : -INFINITY);
 }
 
-// ---- the RMS norm's arithmetic, for norm.cu and rope.cu (and whoever fuses it): the rounding points are NumPy's ----
+// ---- the RMS norm's arithmetic, for norm.cu and rope.cu: the rounding points are NumPy's ----
 
-// Wide: what a value is computed in before it is stored. Float is enough for 16 bits; float32 is then rounded once, not once an operation.
+// Wide: what a value is computed in before it is stored. Float is enough for 16 bits; float32 is then rounded once, not
+// once an operation.
 #if SCALAR_F32
 using Wide = double;
 #else
 using Wide = float;
 #endif
 
-__device__ inline Wide inverse_rms(Wide sum_of_squares, int size, float eps) { return Wide(1) / sqrt(sum_of_squares / size + eps); }
+__device__ inline Wide inverse_rms(Wide sum_of_squares, int size, float eps) {
+    return Wide(1) / sqrt(sum_of_squares / size + eps);
+}
 __device__ inline float normalised(float x, Wide rstd, float weight) { return x * rstd * weight; }
 // dx of one element, given dy · w, x̂ = x · rstd and mean(dy · w · x̂)
-__device__ inline float norm_gradient(float dnormed, float normed, float mean, float rstd) { return rstd * (dnormed - normed * mean); }
+__device__ inline float norm_gradient(float dnormed, float normed, float mean, float rstd) {
+    return rstd * (dnormed - normed * mean);
+}

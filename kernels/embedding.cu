@@ -1,5 +1,6 @@
-// Rows of a table (V, C) by ids (T,), and the sum of gradients back into the table's float gradient. No atomics: equal ids are added in
-// the order of t.
+// Rows of a table (V, C) by ids (T,), and the sum of gradients back into the table's float gradient. No atomics: equal
+// ids are added in the order of t. An id outside 0 .. V - 1 is the caller's mistake: its row is NaN, its gradient goes
+// nowhere, and nothing outside the table is touched.
 // specialise: SCALAR=bf16,f16,f32
 // arch: sm_80 sm_89 sm_90a sm_100 sm_120
 #include "common.cuh"
@@ -7,20 +8,25 @@
 constexpr int THREADS = 128;
 
 // y[t] = table[ids[t]]; a block a row
-extern "C" __global__ void embedding_forward(SCALAR* y, const SCALAR* table, const int* ids, int C) {
-    copy_row(y + (long long)blockIdx.x * C, table + (long long)ids[blockIdx.x] * C, C,
-             C % VECTOR == 0 && aligned16(y) && aligned16(table));
+extern "C" __global__ void embedding_forward(SCALAR* y, const SCALAR* table, const int* ids, int V, int C) {
+    const int id = ids[blockIdx.x];
+    y += (long long)blockIdx.x * C;
+    if (id >= 0 && id < V)
+        copy_row(y, table + (long long)id * C, C, C % VECTOR == 0 && aligned16(y) && aligned16(table));
+    else
+        for (int c = threadIdx.x; c < C; c += blockDim.x) y[c] = from_float<SCALAR>(NAN_FLOAT);
 }
 
-// dtable[id] += the sum of dy[t] over the t with ids[t] == id. Block (t, part of the columns), THREADS · VECTOR columns a part: the block of an
-// id's first t does the id, the others leave. Every block reads ids (T), which is cheap (64 KB at T = 16,384, from L1) next to a
-// sort and needs neither memory nor a wait for the host.
+// dtable[id] += the sum of dy[t] over the t with ids[t] == id. Block (t, part of the columns), THREADS · VECTOR columns
+// a part: the block of an id's first t does the id, the others leave. Every block reads ids (T), which is cheap (64 KB
+// at T = 16,384, from L1) next to a sort and needs neither memory nor a wait for the host.
 extern "C" __global__ void __launch_bounds__(THREADS)
-embedding_backward(float* dtable, const SCALAR* __restrict__ dy, const int* __restrict__ ids, int T, int C) {
+embedding_backward(float* dtable, const SCALAR* __restrict__ dy, const int* __restrict__ ids, int T, int V, int C) {
     constexpr int EACH = 4, TILE = THREADS * EACH, WARPS = THREADS / WARP;
     __shared__ int matches[TILE];
     __shared__ int warp_counts[WARPS];
     const int leader = blockIdx.x, id = ids[leader], thread = threadIdx.x, lane = thread % WARP, warp = thread / WARP;
+    if (id < 0 || id >= V) return;
     for (int base = 0; base < leader; base += TILE) {
         bool earlier = false;
         for (int k = 0; k < EACH; k++) {
@@ -32,7 +38,8 @@ embedding_backward(float* dtable, const SCALAR* __restrict__ dy, const int* __re
 
     const bool vectorised = C % VECTOR == 0 && aligned16(dy);
     const int col = (blockIdx.y * THREADS + thread) * VECTOR;
-    float sum[VECTOR] = {}, lost[VECTOR] = {};  // Kahan: `lost` is what rounding took from sum; a frequent id adds thousands of rows
+    // Kahan: `lost` is what rounding took from sum; a frequent id adds thousands of rows.
+    float sum[VECTOR] = {}, lost[VECTOR] = {};
     for (int base = leader / TILE * TILE; base < T; base += TILE) {
         const int t = base + thread * EACH;  // EACH neighbours a thread, so that threads in order are ids in order
         int count = 0;

@@ -1,5 +1,6 @@
-// What matrix products need beside cuBLAS: y (T, O) = x (T, I) wᵀ + bias (O) with w (O, I) summed over I in one order, and row copies (a bias in
-// every row, rows with zeros below). A row's bits depend on nothing but the row: see cukit/backend/cuda/exact.py.
+// What matrix products need beside cuBLAS: y (T, O) = x (T, I) wᵀ + bias (O) with w (O, I) summed over I in one order,
+// and row copies (a bias in every row, rows with zeros below). A row's bits depend on nothing but the row: see
+// cukit/backend/cuda/exact.py.
 // specialise: SCALAR=bf16,f16,f32
 // arch: sm_80 sm_89 sm_90a sm_100 sm_120
 #include "common.cuh"
@@ -9,16 +10,19 @@ constexpr int TILE = 64, THREADS = 128;  // a block does TILE x TILE elements of
 
 #if !SCALAR_F32
 
-// Half types: for each element of y one float accumulator, mma.m16n8k16 over I in ascending steps of 16, then the bias, then one rounding.
-// Measured: mostly the bits of cuBLAS where that has no bias and does not split the sum. 4 warps of 32 x 32, with STAGES slices on their way through shared memory.
+// Half types: for each element of y one float accumulator, mma.m16n8k16 over I in ascending steps of 16, then the bias,
+// then one rounding. Measured: mostly the bits of cuBLAS where that has no bias and does not split the sum. 4 warps of
+// 32 x 32, with STAGES slices on their way through shared memory.
 constexpr int SLICE = 32, STAGES = 4;
-constexpr int ROW = SLICE + 8;  // elements from one row to the next in shared memory: eight rows then lie in different banks
+constexpr int ROW = SLICE + 8;  // elements from a row to the next in shared memory: eight rows lie in different banks
 constexpr int PIECES = TILE * SLICE / VECTOR;  // 16-byte pieces of a slice of x, and of w
 
 using Slice = SCALAR[TILE][ROW];
 
-// Rows first … of matrix (rows, size), columns start … start + SLICE - 1; zeros outside. `vectorised`: aligned rows of whole pieces.
-__device__ inline void load_slice(Slice& slice, const SCALAR* matrix, long long first, long long rows, int start, int size, bool vectorised) {
+// Rows first … of matrix (rows, size), columns start … start + SLICE - 1; zeros outside. `vectorised`: aligned rows of
+// whole pieces.
+__device__ inline void load_slice(Slice& slice, const SCALAR* matrix, long long first, long long rows, int start,
+                                  int size, bool vectorised) {
 #pragma unroll
     for (int piece = threadIdx.x; piece < PIECES; piece += THREADS) {
         const int row = piece / (SLICE / VECTOR), column = piece % (SLICE / VECTOR) * VECTOR;
@@ -51,7 +55,7 @@ linear_in_order(SCALAR* y, const SCALAR* x, const SCALAR* w, const SCALAR* bias,
     for (int slice = 0; slice < STAGES - 1; slice++) load(slice);
     for (int slice = 0; slice < slices; slice++) {
         copies_wait<STAGES - 2>();
-        __syncthreads();  // the slice is here for every thread, and all are done with the one that the next load overwrites
+        __syncthreads();  // every thread sees the slice, and all are done with the one that the next load overwrites
         load(slice + STAGES - 1);
         const Slice &xs = x_slices[slice % STAGES], &ws = w_slices[slice % STAGES];
 #pragma unroll
@@ -65,7 +69,8 @@ linear_in_order(SCALAR* y, const SCALAR* x, const SCALAR* w, const SCALAR* bias,
 #pragma unroll
             for (int i = 0; i < 2; i++)
 #pragma unroll
-                for (int j = 0; j < 4; j++) mma_16x8x16(sums[i][j], a[i], b[j / 2][j % 2 * 2], b[j / 2][j % 2 * 2 + 1], SCALAR());
+                for (int j = 0; j < 4; j++)
+                    mma_16x8x16(sums[i][j], a[i], b[j / 2][j % 2 * 2], b[j / 2][j % 2 * 2 + 1], SCALAR());
         }
     }
 #pragma unroll
@@ -77,18 +82,20 @@ linear_in_order(SCALAR* y, const SCALAR* x, const SCALAR* w, const SCALAR* bias,
                 const long long row = first_row + warp_row + i * 16 + lane / 4 + c / 2 * 8;
                 const int out = first_out + warp_out + j * 8 + lane % 4 * 2 + c % 2;
                 if (row < rows && out < outs)
-                    y[row * outs + out] = from_float<SCALAR>(bias == nullptr ? sums[i][j][c] : sums[i][j][c] + to_float(bias[out]));
+                    y[row * outs + out] =
+                        from_float<SCALAR>(bias == nullptr ? sums[i][j][c] : sums[i][j][c] + to_float(bias[out]));
             }
 }
 
 #else
 
-// float32: sums of PART products, added up in ascending order: fewer digits are lost than in one chain. A thread does 8 rows x 4 outs.
+// float32: sums of PART products, added up in ascending order: fewer digits are lost than in one chain. A thread does 8
+// rows x 4 outs.
 constexpr int SLICE = 16, PART = 8, ROW = TILE + 4, PIECES = TILE * SLICE / VECTOR / THREADS;
 
 // A thread's pieces of rows first … of matrix (rows, size), columns start … start + SLICE - 1; zeros outside.
-__device__ inline void load_pieces(float (&pieces)[PIECES][VECTOR], const float* matrix, long long first, long long rows, int start, int size,
-                                   bool vectorised) {
+__device__ inline void load_pieces(float (&pieces)[PIECES][VECTOR], const float* matrix, long long first,
+                                   long long rows, int start, int size, bool vectorised) {
 #pragma unroll
     for (int p = 0; p < PIECES; p++) {
         const int piece = threadIdx.x + p * THREADS, column = start + piece % (SLICE / VECTOR) * VECTOR;
@@ -105,7 +112,8 @@ __device__ inline void store_pieces(float (&slice)[SLICE][ROW], const float (&pi
 #pragma unroll
     for (int p = 0; p < PIECES; p++) {
         const int piece = threadIdx.x + p * THREADS;
-        for (int i = 0; i < VECTOR; i++) slice[piece % (SLICE / VECTOR) * VECTOR + i][piece / (SLICE / VECTOR)] = pieces[p][i];
+        for (int i = 0; i < VECTOR; i++)
+            slice[piece % (SLICE / VECTOR) * VECTOR + i][piece / (SLICE / VECTOR)] = pieces[p][i];
     }
 }
 
@@ -113,7 +121,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 linear_in_order(SCALAR* y, const SCALAR* x, const SCALAR* w, const SCALAR* bias, long long rows, int ins, int outs) {
     __shared__ alignas(16) float xs[2][SLICE][ROW], ws[2][SLICE][ROW];
     const long long first_row = (long long)blockIdx.y * TILE;
-    const int first_out = blockIdx.x * TILE, row = threadIdx.x / 16 * 4, out = threadIdx.x % 16 * 4;  // also the rows 32 further down
+    // A thread has four rows from `row` on, and the four that lie 32 further down.
+    const int first_out = blockIdx.x * TILE, row = threadIdx.x / 16 * 4, out = threadIdx.x % 16 * 4;
     const bool vectorised = ins % VECTOR == 0 && aligned16(x) && aligned16(w);
     float x_pieces[PIECES][VECTOR], w_pieces[PIECES][VECTOR], sums[8][4] = {};
     auto load = [&](int start) {
@@ -124,14 +133,15 @@ linear_in_order(SCALAR* y, const SCALAR* x, const SCALAR* w, const SCALAR* bias,
     for (int start = 0, buffer = 0; start < ins; start += SLICE, buffer ^= 1) {
         store_pieces(xs[buffer], x_pieces);
         store_pieces(ws[buffer], w_pieces);
-        __syncthreads();  // two buffers: whoever is a slice behind still reads the other one
+        __syncthreads();  // two buffers: a thread that is a slice behind still reads the other one
         if (start + SLICE < ins) load(start + SLICE);
 #pragma unroll
         for (int k = 0; k < SLICE; k += PART) {
             float part[8][4] = {};
 #pragma unroll
             for (int n = k; n < k + PART; n++) {
-                const Vec<float, 4> upper = load_vec<4>(&xs[buffer][n][row]), lower = load_vec<4>(&xs[buffer][n][row + 32]);
+                const Vec<float, 4> upper = load_vec<4>(&xs[buffer][n][row]);
+                const Vec<float, 4> lower = load_vec<4>(&xs[buffer][n][row + 32]);
                 const Vec<float, 4> right = load_vec<4>(&ws[buffer][n][out]);
 #pragma unroll
                 for (int i = 0; i < 4; i++)
@@ -153,7 +163,8 @@ linear_in_order(SCALAR* y, const SCALAR* x, const SCALAR* w, const SCALAR* bias,
 #pragma unroll
         for (int j = 0; j < 4; j++)
             if (at < rows && first_out + out + j < outs)
-                y[at * outs + first_out + out + j] = bias == nullptr ? sums[i][j] : sums[i][j] + bias[first_out + out + j];
+                y[at * outs + first_out + out + j] =
+                    bias == nullptr ? sums[i][j] : sums[i][j] + bias[first_out + out + j];
     }
 }
 

@@ -1,13 +1,12 @@
-// Statistics of softmax(logits / temperature) of one row, by one block of LOGITS_THREADS threads. loss.cu and sampling.cu both use this, so
-// that a sampled token's log-probability and the one computed in training are the same bits. Which thread takes which id, and the order of
-// every sum, depend on nothing but the id.
+// Statistics of softmax(logits / temperature) of one row, by one block of LOGITS_THREADS threads. loss.cu and
+// sampling.cu both use this, so that a sampled token's log-probability and the one computed in training are the same
+// bits. Which thread takes which id, and the order of every sum, depend on nothing but the id.
 #pragma once
 #include "common.cuh"
 
-#define LOGITS_THREADS 512
-#define LOGITS_VECTOR 8  // consecutive ids that a thread takes at a time
-#define LOWEST_FLOAT -3.402823466e+38f
-#define NAN_FLOAT __int_as_float(0x7fc00000)
+constexpr int LOGITS_THREADS = 512;
+constexpr int LOGITS_VECTOR = 8;  // consecutive ids that a thread takes at a time
+constexpr float LOWEST_FLOAT = -3.402823466e+38f;
 
 // Whether a row of `stride` elements after another can be read 16 bytes at a time from its first id on.
 __device__ __forceinline__ bool rows_are_aligned(const SCALAR* logits, long long stride) {
@@ -15,7 +14,8 @@ __device__ __forceinline__ bool rows_are_aligned(const SCALAR* logits, long long
 }
 
 // x[i] = the logit of id first + i, -inf from `limit` on; first is a multiple of LOGITS_VECTOR.
-__device__ __forceinline__ void load_logits(float (&x)[LOGITS_VECTOR], const SCALAR* row, int first, int limit, bool aligned) {
+__device__ __forceinline__ void load_logits(float (&x)[LOGITS_VECTOR], const SCALAR* row, int first, int limit,
+                                            bool aligned) {
     if (aligned && first + LOGITS_VECTOR <= limit) {
 #pragma unroll
         for (int start = 0; start < LOGITS_VECTOR; start += VECTOR) {
@@ -52,7 +52,8 @@ struct SoftmaxSum {
         maximum = to;
     }
 
-    // -inf adds an exact 0. The moment costs a third of the work: the sampler leaves it out, which does not touch the total.
+    // -inf adds an exact 0. The moment costs a third of the work: the sampler leaves it out, which does not touch the
+    // total.
     template <bool WITH_MOMENT>
     __device__ __forceinline__ void add(const float (&x)[LOGITS_VECTOR]) {
         float top = x[0];

@@ -1,9 +1,10 @@
 // RMSNorm over the rows of x (R, C): y = x · rstd · w, rstd = 1 / sqrt(mean(x²) + eps); w (C,) and rstd (R,) are float.
-// Forward: a block a row, alone or after the residual addition (one code, one set of bits). Backward: dx like x, each block going
-// through rows blockIdx.x, + gridDim.x, …; it sums its share of dw in shared memory and writes it to dw_partial (gridDim.x, C), which
-// column_sum_add adds up in a fixed order: no atomics. Thread t owns the columns t·VECTOR … + VECTOR - 1, + blockDim.x·VECTOR, …; the block
-// size comes from C alone (cukit/backend/cuda/norm.py), so a row's bits do not depend on how many rows there are, nor on alignment.
-// The column sums also serve the gradients of biases.
+// Forward: a block a row, alone or after the residual addition (one code, one set of bits). Backward: dx like x, each
+// block going through rows blockIdx.x, + gridDim.x, …; it sums its share of dw in shared memory and writes it to
+// dw_partial (gridDim.x, C), which column_sum_add adds up in a fixed order: no atomics. Thread t owns the columns
+// t·VECTOR … + VECTOR - 1, + blockDim.x·VECTOR, …; the block size comes from C alone (cukit/backend/cuda/norm.py), so a
+// row's bits do not depend on how many rows there are, nor on alignment. The column sums also serve the gradients of
+// biases.
 // specialise: SCALAR=bf16,f16,f32
 // arch: sm_80 sm_89 sm_90a sm_100 sm_120
 #include "common.cuh"
@@ -12,8 +13,8 @@ constexpr int MAX_THREADS = 512;
 
 // x (+ residual, the sum rounded and stored) of one chunk
 template <bool ADD>
-__device__ inline void load_summed(float (&value)[VECTOR], SCALAR* summed, const SCALAR* x, const SCALAR* residual, int c, int C,
-                                   bool vectorised) {
+__device__ inline void load_summed(float (&value)[VECTOR], SCALAR* summed, const SCALAR* x, const SCALAR* residual,
+                                   int c, int C, bool vectorised) {
     load_floats(value, x, c, C, vectorised);
     if (ADD) {
         float other[VECTOR];
@@ -24,7 +25,8 @@ __device__ inline void load_summed(float (&value)[VECTOR], SCALAR* summed, const
     }
 }
 
-__device__ inline void store_normalised(SCALAR* y, float (&value)[VECTOR], const float* w, Wide inverse, int c, int C, bool vectorised) {
+__device__ inline void store_normalised(SCALAR* y, float (&value)[VECTOR], const float* w, Wide inverse, int c, int C,
+                                        bool vectorised) {
     float weight[VECTOR];
     load_floats(weight, w, c, C, vectorised);
 #pragma unroll
@@ -33,16 +35,17 @@ __device__ inline void store_normalised(SCALAR* y, float (&value)[VECTOR], const
 }
 
 template <bool ADD>
-__device__ inline void norm_row(SCALAR* y, SCALAR* summed, float* rstd, const SCALAR* x, const SCALAR* residual, const float* w, int C,
-                                float eps) {
+__device__ inline void norm_row(SCALAR* y, SCALAR* summed, float* rstd, const SCALAR* x, const SCALAR* residual,
+                                const float* w, int C, float eps) {
     __shared__ Wide scratch[WARP];
-    const bool vectorised = C % VECTOR == 0 && aligned16(y) && aligned16(x) && aligned16(w) && aligned16(summed) && aligned16(residual);
+    const bool vectorised = C % VECTOR == 0 && aligned16(y) && aligned16(x) && aligned16(w) && aligned16(summed) &&
+                            aligned16(residual);
     const long long start = (long long)blockIdx.x * C;
     const int first = threadIdx.x * VECTOR, step = blockDim.x * VECTOR;
     y += start, x += start;
     if (ADD) summed += start, residual += start;
 
-    float kept[VECTOR];  // the thread's first chunk stays in registers; a row wider than a block is read again
+    float kept[VECTOR];  // the thread's first chunk stays in registers; of a wider row the rest is read again
     Wide squares = 0;
     if (first < C) {
         load_summed<ADD>(kept, summed, x, residual, first, C, vectorised);
@@ -71,18 +74,21 @@ rms_norm_forward(SCALAR* y, float* rstd, const SCALAR* x, const float* w, int C,
 }
 
 extern "C" __global__ void __launch_bounds__(MAX_THREADS)
-add_rms_norm_forward(SCALAR* y, SCALAR* summed, float* rstd, const SCALAR* x, const SCALAR* residual, const float* w, int C, float eps) {
+add_rms_norm_forward(SCALAR* y, SCALAR* summed, float* rstd, const SCALAR* x, const SCALAR* residual, const float* w,
+                     int C, float eps) {
     norm_row<true>(y, summed, rstd, x, residual, w, C, eps);
 }
 
-// dsummed (R, C) or null is added to dx after dx was rounded, as NumPy does. dw_partial may be null. Shared memory: C floats, rounded
-// up to whole vectors; element i of chunk k lies at i · chunks + k, so that a warp's accesses fall into different banks.
+// dsummed (R, C) or null is added to dx after dx was rounded, as NumPy does. dw_partial may be null. Shared memory: C
+// floats, rounded up to whole vectors; element i of chunk k lies at i · chunks + k, so that a warp's accesses fall into
+// different banks.
 extern "C" __global__ void __launch_bounds__(MAX_THREADS)
-rms_norm_backward(SCALAR* dx, float* dw_partial, const SCALAR* dy, const SCALAR* dsummed, const SCALAR* x, const float* w,
-                  const float* rstd, int R, int C) {
+rms_norm_backward(SCALAR* dx, float* dw_partial, const SCALAR* dy, const SCALAR* dsummed, const SCALAR* x,
+                  const float* w, const float* rstd, int R, int C) {
     extern __shared__ float dw[];
     __shared__ float scratch[WARP];
-    const bool vectorised = C % VECTOR == 0 && aligned16(dx) && aligned16(dy) && aligned16(dsummed) && aligned16(x) && aligned16(w);
+    const bool vectorised = C % VECTOR == 0 && aligned16(dx) && aligned16(dy) && aligned16(dsummed) && aligned16(x) &&
+                            aligned16(w);
     const int first = threadIdx.x * VECTOR, step = blockDim.x * VECTOR, chunks = (C + VECTOR - 1) / VECTOR;
     if (dw_partial != nullptr)
         for (int c = first; c < C; c += step)
@@ -119,7 +125,8 @@ rms_norm_backward(SCALAR* dx, float* dw_partial, const SCALAR* dy, const SCALAR*
                 load_floats(value, x + start, c, C, vectorised);
                 load_floats(weight, w, c, C, vectorised);
 #pragma unroll
-                for (int i = 0; i < VECTOR; i++) out[i] = norm_gradient(gradient[i] * weight[i], value[i] * inverse, mean, inverse);
+                for (int i = 0; i < VECTOR; i++)
+                    out[i] = norm_gradient(gradient[i] * weight[i], value[i] * inverse, mean, inverse);
             }
             if (dsummed != nullptr) {
                 float other[VECTOR];
@@ -137,7 +144,9 @@ rms_norm_backward(SCALAR* dx, float* dw_partial, const SCALAR* dy, const SCALAR*
                 if (c + i < C) dw_partial[(long long)blockIdx.x * C + c + i] = dw[i * chunks + c / VECTOR];
 }
 
-// ---- sums of columns: blocks of WARP columns × blockDim.y threads that take every blockDim.y-th row; then one thread adds theirs in order ----
+// ---- sums of columns ----
+// A block does WARP columns: the blockDim.y threads of a column take every blockDim.y-th row, then one of them adds up
+// their sums in order.
 
 template <typename T> __device__ inline float column_sum(const T* x, long long begin, long long end, int cols) {
     __shared__ float parts[WARP][WARP + 1];
@@ -164,7 +173,8 @@ column_sum_partial(float* partial, const SCALAR* x, long long rows, int cols, in
 }
 
 // out (cols,) += the sum of the rows of partial (rows, cols)
-extern "C" __global__ void __launch_bounds__(WARP * WARP) column_sum_add(float* out, const float* partial, int rows, int cols) {
+extern "C" __global__ void __launch_bounds__(WARP * WARP)
+column_sum_add(float* out, const float* partial, int rows, int cols) {
     const float total = column_sum(partial, 0, rows, cols);
     const int col = blockIdx.x * WARP + threadIdx.x;
     if (threadIdx.y == 0 && col < cols) out[col] += total;

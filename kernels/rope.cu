@@ -1,9 +1,12 @@
-// The q/k norm (optional) and the rotary embedding over qkv (T, (H + 2K)·D): heads of q, then of k, then of v, which is copied.
-//   forward:  q, k head -> RMSNorm with q_weight or k_weight (D,), rounded -> rotation of the pairs (i, i + D/2) by positions[t]
-//   backward: the rotation turned back, rounded, then the norm's gradient; the weights' gradients in partial sums (2, gridDim.x, D)
-// cos, sin (P, D/2), weights and rstd (T, H + K) are float; null weights: no norm. LANES neighbouring lanes do a head: lane l owns the
-// chunks l, l + LANES, … of VECTOR elements of the first half and the same of the second, so that both of a pair are its own.
-// Any even D up to HEAD_LIMIT.
+// The q/k norm (optional) and the rotary embedding over qkv (T, (H + 2K)·D): heads of q, then of k, then of v, which is
+// copied.
+//   forward:  q, k head -> RMSNorm with q_weight or k_weight (D,), rounded -> rotation of the pairs (i, i + D/2) by
+//             positions[t]
+//   backward: the rotation turned back, rounded, then the norm's gradient; the weights' gradients in partial sums
+//             (2, gridDim.x, D)
+// cos, sin (P, D/2), weights and rstd (T, H + K) are float; null weights: no norm. LANES neighbouring lanes do a head:
+// lane l owns the chunks l, l + LANES, … of VECTOR elements of the first half and the same of the second, so that both
+// elements of a pair are its own. Any even D up to HEAD_LIMIT.
 // specialise: SCALAR=bf16,f16,f32 HEAD_LIMIT=64,128,256
 // arch: sm_80 sm_89 sm_90a sm_100 sm_120
 #include "common.cuh"
@@ -44,7 +47,8 @@ struct Slice {
     }
 
     // (a, b) -> (a·cos - b·sin, b·cos + a·sin); direction -1 turns back
-    __device__ void rotate(const float* cos_row, const float* sin_row, int half, int lane, bool vectorised, float direction) {
+    __device__ void rotate(const float* cos_row, const float* sin_row, int half, int lane, bool vectorised,
+                           float direction) {
 #pragma unroll
         for (int j = 0; j < CHUNKS; j++) {
             const int c = (j * LANES + lane) * VECTOR;
@@ -63,35 +67,42 @@ struct Slice {
     }
 };
 
-// One statement for each element of the first halves, one for its partner in the second, in a fixed order
-#define FOR_EACH_ELEMENT(statement_first, statement_second)                                       \
-    _Pragma("unroll") for (int j = 0; j < CHUNKS; j++)                                            \
-        _Pragma("unroll") for (int i = 0; i < VECTOR; i++) { statement_first; statement_second; }
+// function(j, i) for element i of each chunk j, in order; it does the element of the first half, then its partner's.
+template <class Function> __device__ __forceinline__ void for_each_pair(Function function) {
+#pragma unroll
+    for (int j = 0; j < CHUNKS; j++)
+#pragma unroll
+        for (int i = 0; i < VECTOR; i++) function(j, i);
+}
 
 // Grid: enough blocks for T · (H + 2K) heads, GROUPS a block.
 extern "C" __global__ void __launch_bounds__(THREADS)
-qk_norm_rope_forward(SCALAR* out, float* rstd, const SCALAR* qkv, const float* q_weight, const float* k_weight, const float* cos,
-                     const float* sin, const int* positions, int T, int H, int K, int D, float eps) {
+qk_norm_rope_forward(SCALAR* out, float* rstd, const SCALAR* qkv, const float* q_weight, const float* k_weight,
+                     const float* cos, const float* sin, const int* positions, int T, int H, int K, int D, float eps) {
     const int lane = threadIdx.x % LANES, half = D / 2;
     const unsigned heads = H + 2 * K, index = blockIdx.x * GROUPS + threadIdx.x / LANES;
     const bool inside = index < T * heads;  // lanes outside stay for the shuffles
     const unsigned t = index / heads, head = index % heads;
-    const bool vectorised = half % VECTOR == 0 && aligned16(out) && aligned16(qkv) && aligned16(q_weight) && aligned16(k_weight) &&
-                            aligned16(cos) && aligned16(sin);
+    const bool vectorised = half % VECTOR == 0 && aligned16(out) && aligned16(qkv) && aligned16(q_weight) &&
+                            aligned16(k_weight) && aligned16(cos) && aligned16(sin);
     const bool turned = inside && head < H + K;
     Slice x = {};
     if (inside) x.load(qkv + (long long)index * D, half, lane, vectorised);
     if (q_weight != nullptr) {
         Wide squares = 0;
-        FOR_EACH_ELEMENT(squares = fma(Wide(x.first[j][i]), Wide(x.first[j][i]), squares),
-                         squares = fma(Wide(x.second[j][i]), Wide(x.second[j][i]), squares))
+        for_each_pair([&](int j, int i) {
+            squares = fma(Wide(x.first[j][i]), Wide(x.first[j][i]), squares);
+            squares = fma(Wide(x.second[j][i]), Wide(x.second[j][i]), squares);
+        });
         const Wide inverse = inverse_rms(warp_sum<LANES>(squares), D, eps);
         if (turned) {
             if (lane == 0) rstd[(long long)t * (H + K) + head] = inverse;
             Slice w = {};
             w.load(head < H ? q_weight : k_weight, half, lane, vectorised);
-            FOR_EACH_ELEMENT(x.first[j][i] = rounded<SCALAR>(normalised(x.first[j][i], inverse, w.first[j][i])),
-                             x.second[j][i] = rounded<SCALAR>(normalised(x.second[j][i], inverse, w.second[j][i])))
+            for_each_pair([&](int j, int i) {
+                x.first[j][i] = rounded<SCALAR>(normalised(x.first[j][i], inverse, w.first[j][i]));
+                x.second[j][i] = rounded<SCALAR>(normalised(x.second[j][i], inverse, w.second[j][i]));
+            });
         }
     }
     if (turned) {
@@ -101,15 +112,16 @@ qk_norm_rope_forward(SCALAR* out, float* rstd, const SCALAR* qkv, const float* q
     if (inside) x.store(out + (long long)index * D, half, lane, vectorised);
 }
 
-// Grid (blocks, 3): blockIdx.y = 0 does q, 1 k, 2 v; a block goes through heads of its kind and sums its share of the weight's gradient.
+// Grid (blocks, 3): blockIdx.y = 0 does q, 1 k, 2 v; a block goes through heads of its kind and sums its share of the
+// weight's gradient.
 extern "C" __global__ void __launch_bounds__(THREADS)
 qk_norm_rope_backward(SCALAR* dqkv, float* dw_partial, const SCALAR* dout, const SCALAR* qkv, const float* q_weight,
-                      const float* k_weight, const float* rstd, const float* cos, const float* sin, const int* positions, int T, int H,
-                      int K, int D) {
+                      const float* k_weight, const float* rstd, const float* cos, const float* sin,
+                      const int* positions, int T, int H, int K, int D) {
     const int lane = threadIdx.x % LANES, group = threadIdx.x / LANES, half = D / 2, kind = blockIdx.y;
     const int heads = kind == 0 ? H : K, offset = kind == 0 ? 0 : kind == 1 ? H : H + K;
-    const bool vectorised = half % VECTOR == 0 && aligned16(dqkv) && aligned16(dout) && aligned16(qkv) && aligned16(q_weight) &&
-                            aligned16(k_weight) && aligned16(cos) && aligned16(sin);
+    const bool vectorised = half % VECTOR == 0 && aligned16(dqkv) && aligned16(dout) && aligned16(qkv) &&
+                            aligned16(q_weight) && aligned16(k_weight) && aligned16(cos) && aligned16(sin);
     const float* weight = kind == 2 ? nullptr : kind == 0 ? q_weight : k_weight;
     Slice w = {}, dw = {};
     if (weight != nullptr) w.load(weight, half, lane, vectorised);
@@ -130,13 +142,21 @@ qk_norm_rope_backward(SCALAR* dqkv, float* dw_partial, const SCALAR* dout, const
             Slice normed = {};
             if (inside) normed.load(qkv + start, half, lane, vectorised);
             float dot = 0.0f;
-            FOR_EACH_ELEMENT(normed.first[j][i] *= inverse, normed.second[j][i] *= inverse)
-            FOR_EACH_ELEMENT(dw.first[j][i] += d.first[j][i] * normed.first[j][i], dw.second[j][i] += d.second[j][i] * normed.second[j][i])
-            FOR_EACH_ELEMENT(d.first[j][i] *= w.first[j][i], d.second[j][i] *= w.second[j][i])
-            FOR_EACH_ELEMENT(dot = fmaf(d.first[j][i], normed.first[j][i], dot), dot = fmaf(d.second[j][i], normed.second[j][i], dot))
+            for_each_pair([&](int j, int i) { normed.first[j][i] *= inverse, normed.second[j][i] *= inverse; });
+            for_each_pair([&](int j, int i) {
+                dw.first[j][i] += d.first[j][i] * normed.first[j][i];
+                dw.second[j][i] += d.second[j][i] * normed.second[j][i];
+            });
+            for_each_pair([&](int j, int i) { d.first[j][i] *= w.first[j][i], d.second[j][i] *= w.second[j][i]; });
+            for_each_pair([&](int j, int i) {
+                dot = fmaf(d.first[j][i], normed.first[j][i], dot);
+                dot = fmaf(d.second[j][i], normed.second[j][i], dot);
+            });
             const float mean = warp_sum<LANES>(dot) / D;
-            FOR_EACH_ELEMENT(d.first[j][i] = norm_gradient(d.first[j][i], normed.first[j][i], mean, inverse),
-                             d.second[j][i] = norm_gradient(d.second[j][i], normed.second[j][i], mean, inverse))
+            for_each_pair([&](int j, int i) {
+                d.first[j][i] = norm_gradient(d.first[j][i], normed.first[j][i], mean, inverse);
+                d.second[j][i] = norm_gradient(d.second[j][i], normed.second[j][i], mean, inverse);
+            });
         }
         if (inside) d.store(dqkv + start, half, lane, vectorised);
     }

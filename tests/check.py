@@ -11,7 +11,17 @@ import numpy as np
 from cukit.autograd import Parameter, Tensor
 from cukit.backend import backend_for
 
-DTYPES = ("bfloat16", "float16", "float32")
+DTYPES = ("bfloat16", "float16", "float32")  # of the kernels
+
+# What damaged weights make of a row of logits, by functions that write into it.
+BAD_ROWS = {
+    "one NaN": lambda row: row.__setitem__(5, np.nan),
+    "all NaN": lambda row: row.fill(np.nan),
+    "+inf": lambda row: row.__setitem__(5, np.inf),
+    "several +inf": lambda row: row.__setitem__(slice(3, 9), np.inf),
+    "NaN and both infinities": lambda row: row.__setitem__([0, 1, 2], [np.inf, -np.inf, np.nan]),
+    "all -inf": lambda row: row.fill(-np.inf),
+}
 
 
 @dataclass
@@ -67,17 +77,46 @@ def check_gradient(op, *inputs, eps=1e-5, rtol=2e-6, seed=0):
     assert abs(analytic - numeric) <= rtol * scale, f"backward gives {analytic!r}, finite differences {numeric!r}"
 
 
+# ---- the NumPy shelf against a formula ----
+
+
+def check_formula(name, formula, *args):
+    """Compare the NumPy shelf's function `name` in float64 with `formula`, another way to compute the same; inputs stay
+    as they were. In the smaller types, results have the model's dtype or float32.
+    """
+    host = backend_for("cpu")
+    kept = [x.copy() if isinstance(x, np.ndarray) else x for x in args]
+    found, expected = getattr(host, name)(*args), formula(*args)
+    found, expected = (x if isinstance(x, tuple) else (x,) for x in (found, expected))
+    assert len(found) == len(expected)
+    for index, (a, b) in enumerate(zip(found, expected)):
+        if a is not None or b is not None:
+            np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-14, err_msg=f"{name}[{index}]")
+    for before, after in zip(kept, args):
+        np.testing.assert_array_equal(before, after)
+    for dtype in map(host.dtype_of, DTYPES):
+        outputs = getattr(host, name)(*(_in_dtype(x, dtype) for x in args))
+        for output in outputs if isinstance(outputs, tuple) else (outputs,):
+            assert output is None or output.dtype in (dtype, np.float32)
+
+
+def _in_dtype(x, dtype):
+    """A matrix of float64 in the model's dtype, a vector of it in float32 (weights of norms, statistics)."""
+    if not isinstance(x, np.ndarray) or x.dtype != np.float64:
+        return x
+    return x.astype(dtype if x.ndim > 1 else np.float32)
+
+
 # ---- a kernel against NumPy ------------------------------------------------------------------------------------------
 
 
 def check_kernel(name, *args, dtypes=DTYPES, exact=(), twice=True, yardsticks=None):
     """Run the function `name` of both shelves for each dtype and compare.
 
-    Truth: NumPy in float64 on the rounded inputs. Yardstick: NumPy in the model's own dtype. Required:
-    error(kernel) ≤ 2 · error(yardstick) + one ulp at the largest value, shapes and dtypes equal, the same bits on a
-    second call. `exact`: indices of outputs that must equal the yardstick (integers). `yardsticks`: output index ->
-    function of the NumPy dtype that gives a float32 yardstick for half types, where a sum on tensor cores stays float32
-    (see tensor_core_product).
+    Truth: NumPy in float64 on the rounded inputs. Yardstick: NumPy in the model's own dtype. Required: the errors that
+    check_errors allows, shapes and dtypes equal, the same bits on a second call. `exact`: indices of outputs that must
+    equal the yardstick (integers). `yardsticks`: output index -> function of the NumPy dtype that gives a float32
+    yardstick for half types, where a sum on tensor cores stays float32 (see tensor_core_product).
     """
     host, device = backend_for("cpu"), backend_for("cuda")
     for dtype in dtypes:
@@ -130,11 +169,34 @@ def _compare(what, got, near, true, exact):
         f"{what}: non-finite values where NumPy has none, or the reverse"
     )
     finite = np.isfinite(true)
-    if not finite.any():
-        return
-    error = np.abs(got64 - true)[finite].max()
-    allowed = 2 * np.abs(near64 - true)[finite].max() + ulp(np.abs(true[finite]).max(), got.dtype)
-    assert error <= allowed, f"{what}: error {error:.3e}, allowed {allowed:.3e}"
+    if finite.any():
+        check_errors(what, got64[finite], near64[finite], true[finite].astype(np.float64), got.dtype)
+
+
+def check_errors(what, got, near, true, dtype):
+    """Assert that `got`, stored in `dtype`, is about as near to the truth as the yardstick `near`; all are float64.
+
+    The maximum: max|error| ≤ 2 · the yardstick's + one ulp at the largest value. In bfloat16 that ulp is up to 0.8 % of
+    the largest value, for every element, however small. So what is stored in a half type must also hold in the mean:
+    rms(error) ≤ 2 · rms(yardstick's error) + c · rms(ulp), the ulp being that of each element, with
+    c = 1/√12 + (1 − 1/√12)/√n. Rounding exact results to nearest gives errors spread evenly over ± ulp/2, whose rms is
+    ulp/√12: c is that for many elements. The mean square of few elements scatters, by 1/√n of itself; for one element
+    the rule is the maximum's.
+
+    In float32 an ulp is 1e-7 of the largest value: there the maximum says enough, and errors, those of long sums, are
+    alike along a row, so that their mean square is one of few numbers.
+    """
+    error, yardstick = np.abs(got - true), np.abs(near - true)
+    allowed = 2 * yardstick.max() + ulp(np.abs(true).max(), dtype)
+    assert error.max() <= allowed, f"{what}: error {error.max():.3e}, allowed {allowed:.3e}"
+    if np.dtype(dtype).itemsize == 2:
+        one_rounding = 12**-0.5 + (1 - 12**-0.5) * true.size**-0.5
+        allowed = 2 * rms(yardstick) + one_rounding * rms(ulp(np.abs(true), dtype))
+        assert rms(error) <= allowed, f"{what}: rms error {rms(error):.3e}, allowed {allowed:.3e}"
+
+
+def rms(x) -> float:
+    return float(np.sqrt(np.mean(np.square(x))))
 
 
 def tensor_core_product(a, b):
@@ -155,6 +217,6 @@ def tensor_core_product(a, b):
 
 
 def ulp(value, dtype):
-    """The spacing of `dtype`'s numbers at `value`."""
+    """The spacing of `dtype`'s normal numbers at `value`, a positive number or an array of them."""
     bits = {"bfloat16": 7, "float16": 10, "float32": 23, "float64": 52}[np.dtype(dtype).name]
-    return 2.0 ** (np.floor(np.log2(max(value, 1e-30))) - bits)
+    return 2.0 ** (np.floor(np.log2(np.maximum(value, 1e-30))) - bits)

@@ -1,4 +1,6 @@
-"""Where arrays live: the only place that asks. A backend is a module; numpy/ and cuda/ have equal public names."""
+"""Where arrays live: the only place that asks. A backend is a module, the shelf numpy/ or cuda/; CONTRACT is what each
+of them offers.
+"""
 
 import ctypes.util
 import glob
@@ -12,6 +14,45 @@ from types import ModuleType
 logger = logging.getLogger(__name__)
 INSTALL_CUPY = "pip install 'cukit[cuda13]' (driver 580 or newer) or 'cukit[cuda12]'"
 _said: set[str] = set()
+# File of a shelf -> the public names in it. A function has one signature on both shelves (tests/test_architecture.py).
+CONTRACT = {
+    "activation": ("silu_mul_backward", "silu_mul_forward"),
+    "attention": ("attention_backward", "attention_forward"),
+    "device": (
+        "accumulator",
+        "array",
+        "default_dtype",
+        "device_name",
+        "dtype_of",
+        "empty",
+        "host_buffer",
+        "name",
+        "synchronize",
+        "to_numpy",
+        "upload",
+        "zeros",
+    ),
+    "embedding": ("embedding_backward", "embedding_forward"),
+    "graph": ("Graphs",),
+    "linear": (
+        "linear_backward_bias",
+        "linear_backward_input",
+        "linear_backward_weight",
+        "linear_forward",
+        "row_bucket",
+        "set_exact",
+    ),
+    "loss": ("token_logprobs_backward", "token_logprobs_forward"),
+    "memory": ("Reservation", "memory_info"),
+    "norm": ("add_rms_norm_backward", "add_rms_norm_forward", "rms_norm_backward", "rms_norm_forward"),
+    "optimizer": ("adamw_step", "store_weights", "sum_in_order", "sums_of_squares"),
+    "paged_attention": ("copy_blocks", "paged_decode_attention", "paged_prefill_attention", "store_kv"),
+    "policy_loss": ("policy_loss_forward",),
+    "random": ("fill_normal",),
+    "rope": ("qk_norm_rope_backward", "qk_norm_rope_forward"),
+    "sampling": ("filter_logits", "sample"),
+}
+
 _module_of_type: dict[type, ModuleType] = {}
 
 
@@ -102,6 +143,16 @@ def cuda_versions() -> dict[str, str]:
         return import_module("cukit.backend.cuda.versions").library_versions()
     except Exception:  # cuda_problem() says what is wrong
         return {}
+
+
+def shelf_names(shelf: str) -> dict:
+    """Public name -> object, of the files of a shelf ("cukit.backend.numpy"). AttributeError where one is missing."""
+    return {
+        name: getattr(module, name)
+        for file, names in CONTRACT.items()
+        for module in [import_module(f"{shelf}.{file}")]
+        for name in names
+    }
 
 
 def _load(device: str) -> ModuleType:

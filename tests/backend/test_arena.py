@@ -6,11 +6,11 @@ from types import SimpleNamespace
 import pytest
 
 pytest.importorskip("cupy", reason="the arena hands out CuPy's memory pointers")
-from cukit.backend.cuda.arena import ALIGNMENT, SLAB_BYTES, Arena  # noqa: E402
+from cukit.backend.cuda.graph import ALIGNMENT, SLAB_BYTES, _Arena  # noqa: E402
 
 
 def make_arena(gap=0):
-    """An arena over addresses that nobody reads; gap: bytes between two slabs."""
+    """An arena over addresses that are never read; gap: bytes between two slabs."""
     made, end = [], [1 << 20]
 
     def slab(size):
@@ -18,7 +18,7 @@ def make_arena(gap=0):
         end[0] += size + gap
         return SimpleNamespace(ptr=made[-1][0])
 
-    return Arena(slab, device_id=0), made
+    return _Arena(slab, device_id=0), made
 
 
 def test_freed_memory_is_used_again_and_joined():
@@ -81,7 +81,7 @@ def test_memory_keeps_its_slab():
         def __del__(self):
             kept.append("gone")
 
-    arena = Arena(lambda size: Slab(ptr=1 << 20), device_id=0)
+    arena = _Arena(lambda size: Slab(ptr=1 << 20), device_id=0)
     pointer = arena.malloc(10)
     del arena
     assert not kept

@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("cupy", reason="the loader needs CuPy: pip install 'cukit[compile]'")
 
 from cukit.backend.cuda import compile as compiler  # noqa: E402
-from cukit.backend.cuda import loader  # noqa: E402
+from cukit.backend.cuda import cublas, loader  # noqa: E402
 
 SOURCE = """
 // A comment with extern "C" __global__ void not_a_kernel(int x) {}
@@ -149,3 +149,35 @@ def test_a_compile_error_names_the_file_and_line(tmp_path, monkeypatch):
     finally:
         compiler.include_folders.cache_clear()
         compiler.source.cache_clear()
+
+
+@pytest.mark.parametrize("major, wheel", [(12, "cuda_runtime"), (13, "cu13")])
+def test_headers_of_both_cuda_versions_are_found(major, wheel, tmp_path):
+    """Pip wheels of this version come before a toolkit; those of the other version are not taken."""
+    folders = {name: tmp_path / name / "include" for name in ("cuda_runtime", "cu13", "toolkit")}
+    for folder in folders.values():
+        folder.mkdir(parents=True)
+    with pytest.raises(ValueError, match=f"the headers of CUDA {major} were not found: .*cuda{major}"):
+        compiler.cuda_headers(major, [tmp_path], None)
+    (folders["toolkit"] / "cuda_bf16.h").touch()
+    other = "cu13" if major == 12 else "cuda_runtime"
+    (folders[other] / "cuda_bf16.h").touch()
+    assert compiler.cuda_headers(major, [tmp_path], str(tmp_path / "toolkit")) == folders["toolkit"]
+    (folders[wheel] / "cuda_bf16.h").touch()
+    assert compiler.cuda_headers(major, [tmp_path], str(tmp_path / "toolkit")) == folders[wheel]
+
+
+@pytest.mark.parametrize("version", ["12", "13", "12.9.1.4"])
+def test_the_cublas_that_cupy_loaded_is_found(version):
+    path = f"/home/me/my project/.venv/lib/python3.12/site-packages/nvidia/cu13/lib/libcublas.so.{version}"
+    maps = "\n".join(
+        [
+            "7f1c00000000-7f1c00021000 rw-p 00000000 00:00 0 ",
+            "7f1c10000000-7f1c18000000 r--p 00000000 fe:01 42                     /usr/lib/libcublasLt.so.12",
+            f"7f1c20000000-7f1c26000000 r--p 00000000 fe:01 43                     {path}",
+            f"7f1c26000000-7f1c26001000 r-xp 06000000 fe:01 43                     {path}",
+        ]
+    )
+    assert cublas.mapped_library(maps) == path
+    with pytest.raises(RuntimeError, match="loaded no libcublas.so"):
+        cublas.mapped_library(maps.replace(path, "/usr/lib/libcudart.so.12"))

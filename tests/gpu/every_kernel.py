@@ -92,7 +92,7 @@ def attention(dtype, heads, kv_heads, dim, lengths):
 
 def products(dtype):
     """The product in order, which no weight needs on every card."""
-    from cukit.backend.cuda.products import in_order_product
+    from cukit.backend.cuda.exact import in_order_product
 
     be = backend_for("cuda")
     for rows, ins, outs in ((70, 200, 130), (5, 13, 7), (1, 24, 33)):
@@ -137,6 +137,22 @@ def filters(dtype):
     )
 
 
+def strays(dtype):
+    """Ids and targets that no row belongs to, and logits that are not finite: nothing outside the arrays is touched."""
+    be = backend_for("cuda")
+    table, dy = (be.array(normal(n, 13, seed=n).astype(be.dtype_of(dtype))) for n in (7, 5))
+    ids = be.array(np.array([0, 7, -1, 2**31 - 1, -(2**31)], np.int32))
+    be.embedding_forward(table, ids)
+    be.embedding_backward(be.zeros((7, 13), "float32"), dy, ids)
+    logprobs, entropy, lse = be.token_logprobs_forward(dy, ids, 0.7, 11)
+    be.token_logprobs_backward(dy, ids, lse, entropy, entropy, entropy, 0.7, 11)
+    logits = normal(5, 5000)
+    logits[0, 7], logits[1, 9], logits[2] = np.nan, np.inf, -np.inf
+    values = ((0.7, np.float32), (20, np.int32), (0.9, np.float32), (0.1, np.float32), (3, np.uint64), (4, np.int64))
+    settings = (be.array(np.full(5, value, kind)) for value, kind in values)
+    be.sample(be.array(logits.astype(be.dtype_of(dtype))), *settings, 4999)
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--parts", default="models,attention,products,losses")
@@ -152,6 +168,7 @@ def main():
             for name in ("qwen3_tiny", "qwen2_tiny"):
                 train_and_generate(name, dtype)
             filters(dtype)
+            strays(dtype)
         if "attention" in parts:
             for heads, kv_heads, dim in ((2, 1, 64), (7, 1, 128), (2, 2, 20), (2, 1, 132)):
                 attention(dtype, heads, kv_heads, dim, [70, 1, 300])

@@ -43,6 +43,27 @@ def test_wrong_shapes_are_refused():
         be.embedding_forward(table, ids.astype("int64"))
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("cols", [8, 13, 3000])
+def test_t7_an_id_without_a_row_reads_and_writes_nothing_outside(cols, dtype):
+    """Its row is NaN, its gradient goes nowhere; the rows beside it keep their bits. Also for compute-sanitizer."""
+    be = backend_for("cuda")
+    table = be.array(normal(7, cols).astype(be.dtype_of(dtype)))
+    wrong = np.array([0, 7, 3, -1, 2**31 - 1, -(2**31), 3], np.int32)
+    right = np.where((wrong >= 0) & (wrong < 7), wrong, 6).astype(np.int32)
+    inside = wrong == right
+    found, expected = (be.to_numpy(be.embedding_forward(table, be.array(ids))) for ids in (wrong, right))
+    assert found[inside].tobytes() == expected[inside].tobytes()
+    assert np.isnan(found[~inside].astype(np.float32)).all()
+    dy = be.array(normal(len(wrong), cols, seed=1).astype(table.dtype))
+    gradients = []
+    for ids in (wrong, right):
+        dtable = be.zeros((7, cols), "float32")
+        be.embedding_backward(dtable, dy, be.array(ids))
+        gradients.append(be.to_numpy(dtable))
+    assert gradients[0][:6].tobytes() == gradients[1][:6].tobytes() and not gradients[0][6].any()
+
+
 @pytest.mark.slow
 def test_a_table_of_more_than_2_to_31_elements():
     be = backend_for("cuda")

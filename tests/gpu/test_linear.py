@@ -92,7 +92,7 @@ def test_a_row_has_the_same_bits_at_every_row_count(outs, ins, biased, dtype):
 @pytest.mark.parametrize("rows, ins, outs", SIZES)
 def test_product_in_order_against_numpy(rows, ins, outs):
     """float32 runs on it in test_against_numpy; half types run on it only where cuBLAS does not add in order."""
-    from cukit.backend.cuda.products import in_order_product
+    from cukit.backend.cuda.exact import in_order_product
 
     be, host = backend_for("cuda"), backend_for("cpu")
     for dtype in map(be.dtype_of, ("bfloat16", "float16")):
@@ -126,7 +126,7 @@ def test_product_in_order_has_the_bits_of_cublas(outs, ins, biased, dtype):
 @pytest.mark.parametrize("adds_in_order", [True, False])
 def test_our_own_product_takes_over_where_cublas_does_not_add_in_order(monkeypatch, adds_in_order):
     """A cuBLAS that gives the reference's bits above 100 rows only, on a card with or without the reference's chain."""
-    from cukit.backend.cuda import exact, products
+    from cukit.backend.cuda import exact
 
     monkeypatch.setattr(exact, "_chosen", {})
     monkeypatch.setattr(exact, "_equal", {})
@@ -137,10 +137,10 @@ def test_our_own_product_takes_over_where_cublas_does_not_add_in_order(monkeypat
         lambda outs, ins, dtype, biased, bucket: adds_in_order if bucket == "in order" else bucket > 100,
     )
     ways = [exact.choose_product(rows, 64, 64, np.dtype(np.float16), False) for rows in (3, 60, 1000)]
-    large = (1024, products.cublas_product) if adds_in_order else (1000, products.in_order_product)
+    large = (1024, exact.cublas_product) if adds_in_order else (1000, exact.in_order_product)
     assert ways == [
-        (3, products.in_order_product),
-        (128, products.cublas_product) if adds_in_order else (60, products.in_order_product),
+        (3, exact.in_order_product),
+        (128, exact.cublas_product) if adds_in_order else (60, exact.in_order_product),
         large,
     ]
 

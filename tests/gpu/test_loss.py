@@ -59,8 +59,8 @@ def test_a_row_alone_has_the_bits_of_the_row_in_a_batch(dtype, width):
 
 
 def test_extreme_logits_and_wrong_targets():
-    """Logits of -inf count as probability 0, huge ones do not overflow, and a target beyond the vocabulary gives NaN,
-    not a stray read.
+    """Logits of -inf count as probability 0, huge ones do not overflow, and a target outside the row gives NaN, not a
+    stray read.
     """
     cuda = backend_for("cuda")
     logits = np.zeros((4, 16), np.float32)
@@ -73,6 +73,46 @@ def test_extreme_logits_and_wrong_targets():
     np.testing.assert_allclose(logprobs, [-np.log(3), -6e4, np.nan, np.nan], rtol=1e-6)
     np.testing.assert_allclose(entropy, [np.log(3), 0, np.log(16), np.log(16)], rtol=1e-6, atol=1e-7)
     np.testing.assert_allclose(lse, [np.log(3), 3e4, np.log(16), np.log(16)], rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width, vocab_size", [(16, 11), (4104, 4001), (5003, 3)])
+def test_e6_a_target_beyond_the_tokenizer_has_probability_0(width, vocab_size, dtype):
+    """-inf; other rows and statistics keep their bits; the gradient is NumPy's, finite, 0 beyond the tokenizer."""
+    cuda, cpu = backend_for("cuda"), backend_for("cpu")
+    rows = 9
+    logits, targets = inputs(rows, width, vocab_size)
+    logits = logits.astype(cpu.dtype_of(dtype))
+    beyond = targets.copy()
+    beyond[[1, 4, 8]] = [vocab_size, width - 1, (vocab_size + width) // 2]
+    expected, found = (
+        [cuda.to_numpy(x) for x in cuda.token_logprobs_forward(cuda.array(logits), cuda.array(t), 0.7, vocab_size)]
+        for t in (targets, beyond)
+    )
+    near = cpu.token_logprobs_forward(logits, beyond, 0.7, vocab_size)
+    assert np.isneginf(found[0][[1, 4, 8]]).all() and np.isneginf(near[0][[1, 4, 8]]).all()
+    others = np.delete(np.arange(rows), [1, 4, 8])
+    assert found[0][others].tobytes() == expected[0][others].tobytes()
+    assert found[1].tobytes() == expected[1].tobytes() and found[2].tobytes() == expected[2].tobytes()
+    upstream, entropy_upstream = statistics(rows, seed=2), statistics(rows, seed=3)
+    rest = (found[2], found[1], upstream, entropy_upstream)
+    check_kernel("token_logprobs_backward", logits.astype(float), beyond, *rest, 0.7, vocab_size, dtypes=[dtype])
+    gradient = cuda.token_logprobs_backward(
+        *map(cuda.array, (logits, beyond, found[2], found[1], upstream, entropy_upstream)), 0.7, vocab_size
+    )
+    gradient = cuda.to_numpy(gradient).astype(np.float32)
+    assert np.isfinite(gradient).all() and not gradient[:, vocab_size:].any()
+
+
+def test_e6_targets_outside_the_row_read_and_write_nothing_else():
+    """For compute-sanitizer: targets far outside, forward and backward."""
+    cuda = backend_for("cuda")
+    logits = cuda.array(normal(4, 37).astype(np.float32))
+    targets = cuda.array(np.array([37, -1, 2**31 - 1, -(2**31)], np.int32))
+    logprobs, entropy, lse = cuda.token_logprobs_forward(logits, targets, 1.0, 30)
+    assert np.isnan(cuda.to_numpy(logprobs)).all() and np.isfinite(cuda.to_numpy(entropy)).all()
+    dlogits = cuda.token_logprobs_backward(logits, targets, lse, entropy, entropy, None, 1.0, 30)
+    assert np.isfinite(cuda.to_numpy(dlogits)).all()
 
 
 def test_a_nan_logit_comes_through():

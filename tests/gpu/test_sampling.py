@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from check import DTYPES, normal
+from check import BAD_ROWS, DTYPES, normal
 
 from cukit.backend import backend_for
 from cukit.backend.numpy import filter_logits as numpy_filter
@@ -220,6 +220,35 @@ def test_draws_follow_the_distribution():
     assert (
         ((counts - 40_000 * expected) ** 2)[live] / (40_000 * expected[live])
     ).sum() < 30  # 7 degrees of freedom: chance 1e-4
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [33, 5000])
+@pytest.mark.parametrize("bad", BAD_ROWS)
+def test_e4_a_row_that_is_not_finite_gives_an_id_and_nan_and_spoils_no_other(bad, width, dtype):
+    """Under every mix of filters; the rows beside it keep their bits."""
+    rng = np.random.default_rng(11)
+    rows, vocab_size = 64, width - 2
+    logits = normal(rows, width, scale=2.0).astype(backend_for("cpu").dtype_of(dtype))
+    given = settings(
+        rows,
+        temperature=rng.choice([0.0, 0.7, 1.0], rows),
+        top_k=rng.choice([0, 1, 20], rows),
+        top_p=rng.choice([1.0, 0.9, 0.3], rows),
+        min_p=rng.choice([0.0, 0.1], rows),
+    )
+    banned = np.full((rows, 2), -1, np.int32)
+    banned[::3, 1] = 5
+    rest = {"banned": banned, "seen": rng.random(logits.shape) < 0.3}
+    rest["repetition_penalty"] = rng.choice([1.0, 1.3], rows).astype(np.float32)
+    expected = draw(logits, given, vocab_size, **rest)
+    spoiled = logits.copy()
+    for row in range(0, rows, 2):
+        BAD_ROWS[bad](spoiled[row])
+    tokens, logprobs = draw(spoiled, given, vocab_size, **rest)
+    assert (tokens >= 0).all() and (tokens < vocab_size).all() and np.isnan(logprobs[::2]).all()
+    np.testing.assert_array_equal(tokens[1::2], expected[0][1::2])
+    assert logprobs[1::2].tobytes() == expected[1][1::2].tobytes()
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from check import BAD_ROWS
 
 from cukit.backend.numpy import filter_logits, sample
 from cukit.backend.numpy.sampling import _philox4x32, _philox_words
@@ -154,3 +155,37 @@ def test_repetition_penalty_as_transformers():
 def test_empty_batch():
     tokens, logprobs = draw(np.zeros((0, 7), np.float32))
     assert tokens.shape == logprobs.shape == (0,)
+
+
+DRAWS = [
+    {},
+    {"temperature": 0.0},
+    {"temperature": 0.7, "top_k": 5},
+    {"top_p": 0.9},
+    {"min_p": 0.1},
+    {"top_k": 7, "top_p": 0.5, "min_p": 0.2},
+    {"repetition_penalty": 1.3},
+]
+
+
+@pytest.mark.parametrize("settings", DRAWS, ids=str)
+@pytest.mark.parametrize("bad", BAD_ROWS)
+def test_e4_a_row_that_is_not_finite_gives_an_id_and_nan_and_spoils_no_other(bad, settings, recwarn):
+    rng = np.random.default_rng(4)
+    logits = rng.normal(size=(5, 700)).astype(np.float32)
+    logits[::2] *= 0.01  # nuclei beyond the quick path of top_p
+    settings = dict(settings)
+    if "repetition_penalty" in settings:
+        settings["repetition_penalty"] = np.full(5, settings["repetition_penalty"], np.float32)
+        settings["seen"] = rng.random((5, 700)) < 0.3
+    banned = np.full((5, 2), -1, np.int32)
+    banned[:, 0] = 5
+    for given in (settings, settings | {"banned": banned}):
+        expected = draw(logits, vocab_size=690, **given)
+        spoiled = logits.copy()
+        BAD_ROWS[bad](spoiled[3])
+        tokens, logprobs = draw(spoiled, vocab_size=690, **given)
+        assert 0 <= tokens[3] < 690 and np.isnan(logprobs[3])
+        for found, wanted in zip((tokens, logprobs), expected):
+            np.testing.assert_array_equal(np.delete(found, 3), np.delete(wanted, 3))
+    assert not recwarn.list

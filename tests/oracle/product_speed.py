@@ -11,7 +11,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from cukit.backend import backend_for  # noqa: E402
-from cukit.backend.cuda.products import cublas_product, in_order_product  # noqa: E402
+from cukit.backend.cuda.exact import cublas_product, in_order_product  # noqa: E402
 from cukit.bench.measure import time_calls  # noqa: E402
 
 

@@ -1,5 +1,5 @@
-"""The CUDA backend: the same names as the NumPy shelf, launching kernels/*.cu (and cuBLAS) through CuPy. One process
-drives one card.
+"""The CUDA backend: the same names as the NumPy shelf (backend.CONTRACT), launching kernels/*.cu and cuBLAS through
+CuPy. One process drives one card.
 
 CUKIT_CHECK=1 runs every call on the NumPy shelf too and compares; CUKIT_LOG=1 writes each launch to stderr before it
 happens.
@@ -7,91 +7,11 @@ happens.
 
 import os
 
-from .activation import silu_mul_backward, silu_mul_forward
-from .attention import attention_backward, attention_forward
-from .device import (
-    accumulator,
-    array,
-    default_dtype,
-    device_name,
-    dtype_of,
-    empty,
-    host_buffer,
-    name,
-    synchronize,
-    to_numpy,
-    upload,
-    zeros,
-)
-from .embedding import embedding_backward, embedding_forward
-from .graph import Graphs
-from .linear import (
-    linear_backward_bias,
-    linear_backward_input,
-    linear_backward_weight,
-    linear_forward,
-    row_bucket,
-    set_exact,
-)
-from .loss import token_logprobs_backward, token_logprobs_forward
-from .memory import Reservation, memory_info
-from .norm import add_rms_norm_backward, add_rms_norm_forward, rms_norm_backward, rms_norm_forward
-from .optimizer import adamw_step, store_weights, sum_in_order, sums_of_squares
-from .paged_attention import copy_blocks, paged_decode_attention, paged_prefill_attention, store_kv
-from .policy_loss import policy_loss_forward
-from .random import fill_normal
-from .rope import qk_norm_rope_backward, qk_norm_rope_forward
-from .sampling import filter_logits, sample
+from .. import shelf_names
 
-__all__ = [
-    "Graphs",
-    "Reservation",
-    "accumulator",
-    "adamw_step",
-    "add_rms_norm_backward",
-    "add_rms_norm_forward",
-    "array",
-    "attention_backward",
-    "attention_forward",
-    "copy_blocks",
-    "default_dtype",
-    "device_name",
-    "dtype_of",
-    "embedding_backward",
-    "embedding_forward",
-    "empty",
-    "fill_normal",
-    "filter_logits",
-    "host_buffer",
-    "linear_backward_bias",
-    "linear_backward_input",
-    "linear_backward_weight",
-    "linear_forward",
-    "memory_info",
-    "name",
-    "paged_decode_attention",
-    "paged_prefill_attention",
-    "policy_loss_forward",
-    "qk_norm_rope_backward",
-    "qk_norm_rope_forward",
-    "rms_norm_backward",
-    "rms_norm_forward",
-    "row_bucket",
-    "sample",
-    "set_exact",
-    "silu_mul_backward",
-    "silu_mul_forward",
-    "store_kv",
-    "store_weights",
-    "sum_in_order",
-    "sums_of_squares",
-    "synchronize",
-    "to_numpy",
-    "token_logprobs_backward",
-    "token_logprobs_forward",
-    "upload",
-    "zeros",
-]
+_names = shelf_names(__name__)
+globals().update(_names)
+__all__ = sorted(_names)
 
 
 def problem() -> str | None:
@@ -110,6 +30,6 @@ def problem() -> str | None:
 
 
 if os.environ.get("CUKIT_CHECK") == "1":
-    import importlib
+    from . import checked
 
-    importlib.import_module(__name__ + ".checked").wrap(globals())
+    checked.wrap(globals())

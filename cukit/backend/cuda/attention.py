@@ -3,15 +3,19 @@
 kernels/attention.cuh says how keys are reduced, which decoding shares.
 """
 
+import math
 from typing import NamedTuple
 
 import numpy as np
 
+from .constants import source_constant
 from .device import empty
 from .loader import Module, load
 
-LOG2_E = 1.4426950408889634
-MAX_HEAD_DIM = 256
+LOG2_E = math.log2(math.e)
+DELTA_ROWS = source_constant("attention", "DELTA_ROWS")
+DELTA_THREADS = source_constant("attention", "DELTA_THREADS")
+MAX_HEAD_DIM = source_constant("attention", "MAX_HEAD_DIM")
 
 
 class _Geometry(NamedTuple):
@@ -93,7 +97,7 @@ def attention_backward(do, qkv, o, lse, cu_seqlens, num_heads, num_kv_heads):
         )
     if total:
         kernels, geometry = _kernels("attention", qkv.dtype, head_dim)
-        kernels.attention_delta(-(-total * num_heads // 4), 128, delta, do, o, total * num_heads)
+        kernels.attention_delta(-(-total * num_heads // DELTA_ROWS), DELTA_THREADS, delta, do, o, total * num_heads)
         pieces = _pieces(total, num_seqs, geometry.query_tile)
         rest = (dqkv, do, qkv, lse, delta, cu_seqlens, total, num_seqs, num_heads, num_kv_heads, head_dim**-0.5)
         kernels.attention_backward_kv(

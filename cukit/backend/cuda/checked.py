@@ -1,40 +1,27 @@
-"""CUKIT_CHECK=1: every array function of the CUDA shelf also runs on the NumPy shelf, and its results are compared.
+"""CUKIT_CHECK=1: every function of the CUDA shelf that computes also runs on the NumPy shelf, and the two are compared.
 
-The rule resembles the kernel tests': truth is NumPy in float64, the yardstick NumPy in the given dtypes; the kernel may
-be twice as far from the truth as the yardstick, plus some ulps at the largest value (ULPS). Tests choose their inputs;
-here an array may be a single number whose yardstick is exact by luck, or a log-probability near 0, the difference of
-large logits. It is for finding wrong kernels, whose errors are larger by orders. Slow; kernels also wait after each
-launch.
+The rule resembles that of the kernel tests. The truth is NumPy in float64, the yardstick is NumPy in the given dtypes.
+The kernel may be twice as far from the truth as the yardstick, plus some ulps at the largest value (ULPS): tests choose
+their inputs, but here an array may be one number whose yardstick is exact by luck, or log-probabilities near 0, which
+are differences of large logits. This finds wrong kernels, whose errors are larger by orders. It is slow: the loader
+also waits after each launch.
 """
 
 import functools
 import importlib
-import sys
+import logging
 
 import cupy as cp
 import numpy as np
 
-NOT_COMPARED = {
-    "Graphs",
-    "Reservation",
-    "accumulator",
-    "array",
-    "device_name",
-    "dtype_of",
-    "empty",
-    "host_buffer",
-    "memory_info",
-    "row_bucket",
-    "set_exact",
-    "synchronize",
-    "to_numpy",
-    "upload",
-    "zeros",
-}
-DIFFERENCES = {
-    "sample",
-    "token_logprobs_forward",
-}  # their results are differences of logits: the ulp is that of the largest logit
+from .. import CONTRACT
+from . import compile as compiler
+
+logger = logging.getLogger(__name__)
+# Names without arithmetic in files with it.
+NOT_COMPARED = {"row_bucket", "set_exact"}
+# Their results are differences of logits: the ulp is that of the largest logit.
+DIFFERENCES = {"sample", "token_logprobs_forward"}
 ULPS = {"bfloat16": 2, "float16": 2, "float32": 64, "float64": 64}
 _MANTISSA_BITS = {"bfloat16": 7, "float16": 10, "float32": 23, "float64": 52}
 
@@ -44,11 +31,13 @@ class KernelMismatch(AssertionError):
 
 
 def wrap(namespace):
-    """Replace the functions of the shelf's namespace by ones that compare."""
+    """Replace the functions of the shelf's namespace by ones that compare: those of the files with a kernel source."""
     reference = importlib.import_module("cukit.backend.numpy")  # by name: the shelves do not import each other
-    for name in namespace["__all__"]:
-        if name not in NOT_COMPARED and callable(namespace[name]):
-            namespace[name] = _comparing(name, namespace[name], getattr(reference, name))
+    sources = compiler.families()
+    for file, names in CONTRACT.items():
+        for name in names if file in sources else ():
+            if name not in NOT_COMPARED:
+                namespace[name] = _comparing(name, namespace[name], getattr(reference, name))
 
 
 def _comparing(name, function, reference):
@@ -114,7 +103,7 @@ def _compare(what, got, near, true, scale):
     if not _is_float(got):
         different = np.count_nonzero(got != near)
         if different:  # a draw or a filter can fall on the other side of a tie by rounding: said, not raised
-            print(f"CUKIT_CHECK: {what}: {different} of {got.size} entries differ from NumPy's", file=sys.stderr)
+            logger.warning("CUKIT_CHECK: %s: %d of %d entries differ from NumPy's", what, different, got.size)
         return
     got64, near64, true64 = (x.astype(np.float64) for x in (got, near, true))
     if not np.array_equal(np.isfinite(got64), np.isfinite(near64)):

@@ -2,11 +2,12 @@
 kernel.
 
 A family is one .cu file. Its header says which specialisations it has and for which cards it is written:
-    // specialise: SCALAR=bf16,f16,f32 HEAD_DIM=64,128,…    (several such lines add up; nothing after the colon: one
-    without defines;
-                                                             … : other sizes are built at first use, the source asserts
-                                                             its limits)
+
+    // specialise: SCALAR=bf16,f16,f32 HEAD_DIM=64,128,…
     // arch: sm_80 sm_89 sm_90a sm_100 sm_120
+
+Several `specialise` lines add up; one with nothing after the colon is a specialisation without defines. "…" says that
+other sizes are built at first use; the source asserts its limits.
 """
 
 import functools
@@ -72,7 +73,7 @@ def source(family: str) -> str:
     path = kernels_folder() / f"{family}.cu"
     if not path.exists():
         raise ValueError(f"no kernel family {family!r}: there are {', '.join(families())}")
-    return path.read_text()
+    return path.read_text(encoding="utf-8")
 
 
 @functools.cache
@@ -141,23 +142,31 @@ def architecture_for(major: int, minor: int, supported) -> str:
 
 @functools.cache
 def include_folders() -> tuple[str, ...]:
-    """kernels/, CuPy's copy of libcu++, CUDA's headers (a toolkit's, or the pip wheels of NVRTC's major version)."""
+    """kernels/, CuPy's copy of libcu++, and CUDA's headers."""
     import cupy
     from cupy_backends.cuda.libs import nvrtc
 
-    toolkit, wheels = cupy.cuda.get_cuda_path(), importlib.util.find_spec("nvidia")
-    wheel = {12: "cuda_runtime"}.get(nvrtc.getVersion()[0], f"cu{nvrtc.getVersion()[0]}")
-    candidates = [Path(folder) / wheel / "include" for folder in (wheels.submodule_search_locations if wheels else ())]
-    candidates += [Path(toolkit) / "include"] if toolkit else []
-    cuda = next((folder for folder in candidates if (folder / "cuda_bf16.h").exists()), None)
-    if cuda is None:
-        raise ValueError(
-            "CUDA's headers were not found: pip install 'cukit[cuda12]' (or 'cukit[cuda13]'), or set CUDA_PATH "
-            "to a toolkit"
-        )
+    wheels = importlib.util.find_spec("nvidia")
+    locations = wheels.submodule_search_locations or () if wheels else ()
+    cuda = cuda_headers(nvrtc.getVersion()[0], locations, cupy.cuda.get_cuda_path())
     bundled = Path(cupy.__file__).parent / "_core/include/cupy/_cccl"
     cccl = [str(folder) for name in ("libcudacxx", "cub", "thrust") if (folder := bundled / name).is_dir()]
     return (str(kernels_folder()), *cccl, str(cuda))
+
+
+def cuda_headers(major: int, wheel_folders, toolkit: str | None) -> Path:
+    """Where CUDA's headers lie for NVRTC `major`: in the pip wheels of that version, which stand in folders of the
+    package `nvidia`, or in a toolkit. ValueError where they are in neither.
+    """
+    wheel = "cuda_runtime" if major == 12 else f"cu{major}"
+    candidates = [Path(folder) / wheel / "include" for folder in wheel_folders]
+    candidates += [Path(toolkit) / "include"] if toolkit else []
+    for folder in candidates:
+        if (folder / "cuda_bf16.h").exists():
+            return folder
+    raise ValueError(
+        f"the headers of CUDA {major} were not found: pip install 'cukit[cuda{major}]', or set CUDA_PATH to a toolkit"
+    )
 
 
 def define_options(defines: dict) -> list[str]:

@@ -1,6 +1,7 @@
 """cublasGemmEx of the library that CuPy loaded, called through ctypes: CuPy's own binding refuses stream capture.
 
-Sums are taken in float32 (float64 for float64), without TF32 and without split sums in half precision.
+The same for cupy-cuda12x (libcublas.so.12) and cupy-cuda13x (libcublas.so.13): the functions and numbers used here are
+those of both. Sums are taken in float32 (float64 for float64), without TF32 and without split sums in half precision.
 """
 
 import ctypes
@@ -10,9 +11,8 @@ import re
 import cupy as cp
 import numpy as np
 
-WORKSPACE_BYTES = (
-    32 << 20
-)  # NVIDIA's advice for Hopper; given to cuBLAS so that it never allocates, not even inside a capture
+# NVIDIA's advice for Hopper; given to cuBLAS so that it never allocates, not even inside a capture.
+WORKSPACE_BYTES = 32 << 20
 DISALLOW_REDUCED_PRECISION_REDUCTION = 16
 DEFAULT_ALGORITHM = -1
 
@@ -79,8 +79,8 @@ def _blas():
 
 
 class _Blas:
-    """Our own handle: nobody else moves its stream. One workspace serves it: a process multiplies on one stream at a
-    time.
+    """Our own handle: no other code moves its stream. One workspace serves it, because a process multiplies on one
+    stream at a time.
     """
 
     def __init__(self):
@@ -135,7 +135,13 @@ def _library_path() -> str:
     """The file of the cuBLAS that CuPy loaded (a wheel's or a toolkit's)."""
     cp.cuda.device.get_cublas_handle()  # loads it
     with open("/proc/self/maps", encoding="utf-8") as maps:
-        found = re.search(r"\S*/libcublas\.so[.\d]*", maps.read())
-    if found is None:
-        raise RuntimeError("CuPy loaded no libcublas.so: pip install 'cukit[cuda12]' (or 'cukit[cuda13]')")
-    return found.group()
+        return mapped_library(maps.read())
+
+
+def mapped_library(maps: str) -> str:
+    """The path of libcublas.so.12, .13, … in the text of /proc/self/maps. RuntimeError if it is not there."""
+    for line in maps.splitlines():
+        path = line.split(maxsplit=5)[5:]  # address, permissions, offset, device, inode, path, which may hold spaces
+        if path and re.search(r"/libcublas\.so[.\d]*$", path[0]):
+            return path[0]
+    raise RuntimeError("CuPy loaded no libcublas.so: pip install 'cukit[cuda12]' (or 'cukit[cuda13]')")

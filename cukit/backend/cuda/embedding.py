@@ -1,16 +1,21 @@
-"""Row gather from a table (V, C) by ids (T,) int32, and its scatter-add. Kernels: embedding.cu."""
+"""Row gather from a table (V, C) by ids (T,) int32, and its scatter-add. Kernels: embedding.cu.
 
+Ids are checked by callers. The NumPy shelf refuses one outside 0 … V − 1; here its row is NaN and its gradient goes
+nowhere, because to look at ids would wait for the card.
+"""
+
+from .constants import source_constant
 from .device import empty
 from .loader import load
 
-THREADS = 128
+THREADS = source_constant("embedding", "THREADS")
 
 
 def embedding_forward(table, ids):
     """y[t] = table[ids[t]]."""
-    tokens, cols = len(ids), table.shape[1]
+    tokens, (vocab_size, cols) = len(ids), table.shape
     y = empty((tokens, cols), table.dtype)
-    load("embedding", table.dtype).embedding_forward(tokens, THREADS, y, table, ids, cols)
+    load("embedding", table.dtype).embedding_forward(tokens, THREADS, y, table, ids, vocab_size, cols)
     return y
 
 
@@ -20,4 +25,4 @@ def embedding_backward(dtable, dy, ids):
     if len(ids) != tokens or dtable.shape[1] != cols:
         raise ValueError(f"dy of shape {dy.shape} does not fit {len(ids)} ids and a table of shape {dtable.shape}")
     parts = -(-cols * dy.itemsize // (16 * THREADS))
-    load("embedding", dy.dtype).embedding_backward((tokens, parts), THREADS, dtable, dy, ids, tokens, cols)
+    load("embedding", dy.dtype).embedding_backward((tokens, parts), THREADS, dtable, dy, ids, tokens, len(dtable), cols)

@@ -1,32 +1,43 @@
-"""Which product gives a row the same bits at every row count: what makes decoding and training compute the same
-numbers.
+"""Which product gives a row the same bits at every row count: so decoding and training compute the same numbers.
 
-cuBLAS chooses a kernel by the shape. Most choices add along I in one order and so give a row the same bits at every row
-count; some split the sum when rows are few (measured: the `down` projection below 65 to 256 rows). So the forward
-product runs at row counts from a short list (buckets), each compared once with a product of REFERENCE_ROWS rows. A
-bucket whose bits differ is raised to the next; where none is found, our own product in order takes over, whose bits are
-the reference's wherever cuBLAS adds in order at REFERENCE_ROWS rows. Where it does not even do that and no bucket is
-found, our own product serves all row counts of that weight. What is decided for a weight at its first use stays, so
-bits never change within a process.
+cuBLAS chooses a kernel by the shape. Most of its kernels add along I in one order, which gives a row the same bits at
+every row count. Some split the sum where rows are few (measured: `down` projections below 65 to 256 rows). So a forward
+product runs at row counts from a short list, the buckets, and a comparison on the device decides once for each weight
+shape, dtype and bucket, at its first use:
+
+1. No rows, float64, or the policy "false": cuBLAS at the given rows, nothing compared.
+2. float32: our own product in order at the given rows. It has the bits, and its sums lose fewer digits.
+3. Half types, and cuBLAS at this bucket has the bits of cuBLAS at REFERENCE_ROWS rows: cuBLAS at the bucket.
+4. It has not, but a larger bucket has, at most LARGEST_RAISE or twice the bucket, the larger of the two: cuBLAS there.
+5. No such bucket, but our own product has the reference's bits: our own product.
+6. Our own product has not (cuBLAS does not add in order even at REFERENCE_ROWS), and for some small bucket case 4 finds
+   nothing: our own product for every row count of this weight.
+7. Our own product has not, every small bucket has a case 3 or 4, but this large one has none: the policy "true" raises
+   ValueError, "auto" says it in one line and runs cuBLAS at the given rows.
+
+What is decided stays, so bits never change within a process.
 """
 
 import functools
-import sys
+import logging
 
 import cupy as cp
 import numpy as np
 
-from .products import cublas_product, in_order_product
+from .constants import source_constant
+from .cublas import gemm
+from .device import empty
+from .loader import load
 
+logger = logging.getLogger(__name__)
+TILE, THREADS = source_constant("linear", "TILE"), source_constant("linear", "THREADS")
 REFERENCE_ROWS = 4096
 LARGEST_RAISE = 512  # how far a small row count is raised in search of equal bits
 
 _policy, _in_use = "auto", False
+# A weight is (out, in, dtype, biased).
 _chosen: dict[tuple, tuple] = {}  # (weight, bucket asked for) -> (rows to run or 0 for as many as there are, product)
-_equal: dict[
-    tuple, bool
-] = {}  # (weight, bucket) -> cuBLAS gives the reference's bits; bucket "in order": our own product does
-# where a weight is (out, in, dtype, biased)
+_equal: dict[tuple, bool] = {}  # (weight, bucket or "in order" for our own product) -> has the reference's bits
 
 
 def set_policy(policy: str):
@@ -42,9 +53,8 @@ def set_policy(policy: str):
         return
     if _in_use and "false" in (policy, _policy):
         raise ValueError(
-            f"exact={policy} comes after products with exact={_policy}, whose bits may differ: choose it before "
-            f"the first model "
-            f"runs in a process, or keep exact={_policy}"
+            f"exact={policy} comes after products with exact={_policy}, and bits may differ: choose it before the "
+            f"first model runs in a process, or keep exact={_policy}"
         )
     _policy = policy
 
@@ -65,7 +75,7 @@ def choose_product(rows: int, out_features: int, in_features: int, dtype, biased
     _in_use = True
     if rows == 0 or dtype.itemsize == 8 or _policy == "false":
         return rows, cublas_product
-    if dtype.itemsize == 4:  # for the bits, and because our sums lose fewer digits than cuBLAS's single chain
+    if dtype.itemsize == 4:
         return rows, in_order_product
     key = (out_features, in_features, dtype, biased), next_bucket(rows)
     found = _chosen.get(key)
@@ -86,7 +96,7 @@ def _choose(weight, bucket):
     message = f"{bucket} rows and a weight ({outs}, {ins}) in {dtype.name} do not give the bits of a large product"
     if _policy == "true":
         raise ValueError(f"exact=true cannot be kept: {message}; use exact=auto")
-    print(f"exact: {message}; log-probs of decoding and of training may differ in their last bits", file=sys.stderr)
+    logger.warning("exact: %s; log-probs of decoding and of training may differ in their last bits", message)
     return 0, cublas_product
 
 
@@ -124,12 +134,10 @@ def _is_equal(weight, bucket) -> bool:
 def _compare(out_features, in_features, dtype, biased, bucket):
     inputs, weights, numbers = _examples(in_features, dtype)
     w = _repeated(weights, out_features)
-    # every other bias so small that it does not hide a sum's bits
-    bias = (
-        cp.array((np.resize(numbers, out_features) / np.where(np.arange(out_features) % 2, 1, 64)).astype(dtype))
-        if biased
-        else None
-    )
+    bias = None
+    if biased:  # every other one so small that it does not hide a sum's bits
+        scales = np.where(np.arange(out_features) % 2, 1, 64)
+        bias = cp.array((np.resize(numbers, out_features) / scales).astype(dtype))
     reference_rows = REFERENCE_ROWS if out_features <= 1 << 15 else REFERENCE_ROWS // 4
     inputs = _repeated(inputs, reference_rows if bucket == "in order" else max(bucket, reference_rows))
     reference = cublas_product(inputs[:reference_rows], w, bias)
@@ -139,10 +147,9 @@ def _compare(out_features, in_features, dtype, biased, bucket):
         return True
     if bucket > reference_rows:
         product = cublas_product(inputs, w, bias)
+        # reference_rows is a multiple of the rows that are repeated
         parts = [product[start : start + reference_rows] for start in range(0, bucket, reference_rows)]
-        return all(
-            _same_bits(part, reference[: len(part)]) for part in parts
-        )  # reference_rows is a multiple of the rows that are repeated
+        return all(_same_bits(part, reference[: len(part)]) for part in parts)
     starts = range(0, min(reference_rows - bucket, 16 * max(bucket, 16)) + 1, max(bucket, 16))
     return all(
         _same_bits(cublas_product(inputs[start : start + bucket], w, bias), reference[start : start + bucket])
@@ -177,3 +184,28 @@ def _repeated(block, rows):
 
 def _same_bits(a, b) -> bool:
     return bool((a.view(np.uint16) == b.view(np.uint16)).all())
+
+
+# ---- the two products: y (T, O) = x (T, I) wᵀ + bias (O,) with w (O, I), at exactly the given number of rows ----
+
+
+def cublas_product(x, w, bias=None):
+    """By cuBLAS, whose order of adding may depend on the number of rows."""
+    (rows, ins), outs = x.shape, w.shape[0]
+    y = empty((rows, outs), x.dtype)
+    if not rows:
+        return y
+    if bias is not None:  # as the product's starting value, so that the sum is rounded once
+        load("linear", x.dtype).broadcast_row(rows, 128, y, bias, outs)
+    gemm(1, 0, outs, rows, ins, w, x, bias is not None, y)
+    return y
+
+
+def in_order_product(x, w, bias=None):
+    """By sums over I in one order, for half types on tensor cores: a row's bits never depend on the other rows."""
+    (rows, ins), outs = x.shape, w.shape[0]
+    y = empty((rows, outs), x.dtype)
+    load("linear", x.dtype).linear_in_order(
+        (-(-outs // TILE), -(-rows // TILE)), THREADS, y, x, w, bias, rows, ins, outs
+    )
+    return y

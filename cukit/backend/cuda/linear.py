@@ -4,11 +4,11 @@ By cuBLAS, and by linear.cu where cuBLAS does not add in order. cuBLAS reads by 
 to it a (C, R) matrix, so every product is asked for transposed.
 """
 
-from .columns import add_column_sums
 from .cublas import gemm
 from .device import empty
 from .exact import choose_product, next_bucket, set_policy
 from .loader import load
+from .norm import _add_column_sums
 
 
 def set_exact(policy: str):
@@ -63,7 +63,7 @@ def linear_backward_bias(db, dy):
     """db += sum of dy over its rows."""
     if db.shape != (dy.shape[1],):
         raise ValueError(f"db {db.shape} does not fit dy {dy.shape}")
-    add_column_sums(db, dy)
+    _add_column_sums(db, dy)
 
 
 def _check(what, a, b, a_inner, b_inner):

@@ -1,14 +1,14 @@
 """kernels/*.cu as callables: load("norm", x.dtype).rms_norm_forward(grid, block, *args, shared=0).
 
-A module is compiled at its first use (or found in the cache, see compile.py) for the card that is current then; a
-process drives one card. CUKIT_LOG=1 writes each launch to stderr before it happens; CUKIT_CHECK=1 waits after each
-launch, so that an error names its kernel.
+A module is compiled at its first use, or found in the cache (compile.py), for the card that is current then; a process
+drives one card. CUKIT_LOG=1 writes each launch to stderr before it happens. CUKIT_CHECK=1 waits after each launch, so
+that an error names its kernel.
 """
 
+import logging
 import os
 import re
 import sys
-import time
 from operator import index
 
 import cupy as cp
@@ -16,7 +16,9 @@ import numpy as np
 from cupy_backends.cuda.libs import nvrtc
 
 from . import compile as compiler
+from .constants import source_constant
 
+logger = logging.getLogger(__name__)
 LOG = os.environ.get("CUKIT_LOG") == "1"
 CHECK = os.environ.get("CUKIT_CHECK") == "1"
 
@@ -71,9 +73,13 @@ class Module:
         setattr(self, name, kernel)  # the next look-up does not come here
         return kernel
 
+    def source_constant(self, name: str) -> int:
+        """What the source fixes for this variant by `constexpr int NAME = …`; asks neither compiler nor card."""
+        return source_constant(self._family, name, **self._defines)
+
     def constants(self, name: str, count: int) -> list[int]:
-        """The values of `extern "C" __constant__ int name[count]` in the source: what it fixes for this variant and
-        card.
+        """The values of `extern "C" __constant__ int name[count]` in the compiled code: what the source fixes for this
+        variant and card by more than integer arithmetic.
 
         The first call waits for the card, so it cannot be made while a graph is captured.
         """
@@ -91,10 +97,8 @@ class Module:
         path = compiler.cache_path(self._family, arch, self._defines)
         if not path.exists():
             words = " ".join([str(value) for value in self._defines.values()])
-            print(f"compiling {self._family}.cu for {words or arch} …", end="", flush=True, file=sys.stderr)
-            start = time.perf_counter()
+            logger.info("compiling %s.cu for %s, once for this machine …", self._family, words or arch)
             path = compiler.store(path, compiler.compile_family(self._family, arch, self._defines).cubin)
-            print(f" {time.perf_counter() - start:.1f} s", file=sys.stderr)
         return cp.RawModule(path=str(path))
 
 
@@ -276,9 +280,8 @@ def _number_converter(dtype):
     def convert(value):
         found = known.get(value)
         if found is None:
-            found = kind(
-                value if dtype.kind == "f" else index(value)
-            )  # index refuses 2.7; NumPy refuses what does not fit
+            # index refuses 2.7; NumPy refuses what does not fit
+            found = kind(value if dtype.kind == "f" else index(value))
             if len(known) < 4096:
                 known[value] = found
         return found

@@ -2,15 +2,19 @@
 
 import cupy as cp
 
+from .constants import source_constant
 from .device import empty
 from .loader import load
 
-THREADS = 512  # LOGITS_THREADS in kernels/logits.cuh
-IDS_A_BLOCK = 4 * THREADS * 8  # of a row, in the backward kernel
+THREADS = source_constant("loss", "LOGITS_THREADS")
+IDS_A_BLOCK = 4 * THREADS * source_constant("loss", "LOGITS_VECTOR")  # of a row, in the backward kernel
 
 
 def token_logprobs_forward(logits, targets, temperature, vocab_size):
-    """Returns logprobs, entropy, lse, each (N,) float32; NaN for a target that is not in 0 … vocab_size − 1."""
+    """Returns logprobs, entropy, lse, each (N,) float32.
+
+    A target in vocab_size … V − 1 is an id of probability 0, logprob -inf; one outside 0 … V − 1 gives NaN.
+    """
     num_rows, stride = logits.shape
     outputs = tuple(empty((num_rows,), cp.float32) for _ in range(3))
     load("loss", logits.dtype).token_logprobs_forward(

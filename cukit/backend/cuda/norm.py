@@ -2,16 +2,16 @@
 norm.cu.
 """
 
-from .columns import add_columns
+from .constants import source_constant
 from .device import empty
 from .loader import load
 
-MAX_COLUMNS = (
-    24 * 1024
-)  # the backward pass keeps a float a column in shared memory; 96 KB is what the smallest card has
-BACKWARD_THREADS = (
-    132 * 1024
-)  # threads in flight in the backward pass: half of what an H100 holds, so partial sums stay small
+# The backward pass keeps a float a column in shared memory; 96 KB is what the smallest card has.
+MAX_COLUMNS = 24 * 1024
+# Threads in flight in the backward pass: half of what an H100 holds, so partial sums stay small.
+BACKWARD_THREADS = 132 * 1024
+MAX_THREADS, WARP = source_constant("norm", "MAX_THREADS"), source_constant("norm", "WARP")
+SUM_BLOCK = (WARP, WARP)  # of the column sums: columns, rows at a time
 
 
 def rms_norm_forward(x, w, eps):
@@ -50,17 +50,17 @@ def add_rms_norm_backward(dw, dy, dsummed, summed, w, rstd):
         blocks, threads, dx, partial, dy, dsummed, summed, w, rstd, rows, cols, shared=shared
     )
     if dw is not None:
-        add_columns(dw, partial)
+        _add_columns(dw, partial)
     return dx
 
 
 def _threads(x):
-    """The threads of one row's block, from its columns alone: a multiple of 32, at most 512, each with the same number
-    of vectors.
+    """The threads of one row's block, from its columns alone: whole warps, at most MAX_THREADS, each with the same
+    number of vectors.
     """
     vectors = -(-x.shape[-1] * x.itemsize // 16)
-    rounds = -(-vectors // 512)
-    return max(32, -(-vectors // (32 * rounds)) * 32)
+    rounds = -(-vectors // MAX_THREADS)
+    return max(WARP, -(-vectors // (WARP * rounds)) * WARP)
 
 
 def _rows_cols(x, w):
@@ -71,3 +71,25 @@ def _rows_cols(x, w):
             f"{MAX_COLUMNS} columns"
         )
     return x.size // cols, cols
+
+
+# ---- sums of columns in a fixed order: the gradients of norm weights and of biases ----
+
+
+def _add_columns(out, partial):
+    """out (C,) += the sum of partial (R, C) over its rows, in a fixed order; both float32."""
+    rows, cols = partial.shape
+    if rows:
+        load("norm", "float32").column_sum_add(-(-cols // WARP), SUM_BLOCK, out, partial, rows, cols)
+
+
+def _add_column_sums(out, x):
+    """out (C,) float32 += the sum of x (R, C), of any of the model's dtypes, over its rows."""
+    rows, cols = x.shape
+    rows_per_block = max(128, -(-rows // 256))
+    blocks = -(-rows // rows_per_block)
+    partial = empty((blocks, cols), "float32")
+    load("norm", x.dtype).column_sum_partial(
+        (-(-cols // WARP), blocks), SUM_BLOCK, partial, x, rows, cols, rows_per_block
+    )
+    _add_columns(out, partial)

@@ -5,11 +5,12 @@ import math
 import cupy as cp
 import numpy as np
 
+from .constants import source_constant
 from .device import empty, to_numpy
 from .loader import load
 
-STEP_THREADS, SUM_THREADS = 256, 256
-STEP_ELEMENTS = 4 * STEP_THREADS  # of a block
+STEP_THREADS, SUM_THREADS = source_constant("optimizer", "STEP_THREADS"), source_constant("optimizer", "SUM_THREADS")
+STEP_ELEMENTS = source_constant("optimizer", "STEP_VECTOR") * STEP_THREADS  # of a block
 SUM_PIECES = SUM_THREADS // 32  # of a block
 
 

@@ -8,12 +8,13 @@ exits at once.
 import numpy as np
 
 from .attention import LOG2_E, _head_dim, _kernels, _pieces
+from .constants import source_constant
 from .device import array, empty
 from .loader import load
 
 __all__ = ["copy_blocks", "paged_decode_attention", "paged_prefill_attention", "store_kv"]
 
-CHUNK_KEYS = 256
+CHUNK_KEYS = source_constant("paged_attention", "CHUNK_KEYS")
 THREADS = 256
 
 

@@ -4,10 +4,13 @@ import math
 
 import cupy as cp
 
+from .constants import source_constant
 from .device import empty
 from .loader import load
 
-THREADS, TOKENS_A_BLOCK, NUM_SUMS = 256, 1024, 5  # as in the kernel file
+THREADS = source_constant("policy_loss", "POLICY_THREADS")
+TOKENS_A_BLOCK = source_constant("policy_loss", "TOKENS_A_BLOCK")
+NUM_SUMS = source_constant("policy_loss", "NUM_SUMS")
 LOSSES = {"clip": 0, "cispo": 1}
 
 

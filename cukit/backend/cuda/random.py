@@ -1,8 +1,9 @@
 """Normal noise from a counter: number i depends on the seed and on i alone, on every device. Kernel: random.cu."""
 
+from .constants import source_constant
 from .loader import load
 
-FILL_THREADS, FILL_VECTOR = 256, 4
+FILL_THREADS, FILL_VECTOR = source_constant("random", "FILL_THREADS"), source_constant("random", "FILL_VECTOR")
 
 
 def fill_normal(out, seed, scale):

@@ -3,18 +3,23 @@
 qkv (T, (H + 2K)·D) holds the heads of q, then of k, then of v. Positions index the tables cos, sin (P, D/2), float32.
 """
 
-from .columns import add_columns
+import functools
+
+from .compile import specialisations
+from .constants import source_constant
 from .device import empty
 from .loader import load
+from .norm import _add_columns
 
-THREADS = 128
+THREADS = source_constant("rope", "THREADS")
+HEAD_LIMITS = sorted({int(variant["HEAD_LIMIT"]) for variant in specialisations("rope")})
 BACKWARD_BLOCKS = 528  # of each kind of head; four a multiprocessor on an H100
 
 
 def qk_norm_rope_forward(qkv, q_weight, k_weight, cos, sin, positions, num_heads, num_kv_heads, eps):
     """Returns (out like qkv, rstd (T, H + K, 1) or None). v is copied; q_weight, k_weight (D,) or None for no norm."""
     tokens, head_dim = _sizes(qkv, cos, sin, positions, num_heads, num_kv_heads)
-    kernels, groups = _kernels(qkv, head_dim)
+    kernels, groups = _kernels(qkv.dtype, head_dim)
     out, rstd = empty(qkv.shape, qkv.dtype), None
     if q_weight is not None:
         rstd = empty((tokens, num_heads + num_kv_heads, 1), "float32")
@@ -46,7 +51,7 @@ def qk_norm_rope_backward(
     tokens, head_dim = _sizes(qkv, cos, sin, positions, num_heads, num_kv_heads)
     if dout.shape != qkv.shape:
         raise ValueError(f"dout of shape {dout.shape} does not fit qkv of shape {qkv.shape}")
-    kernels, groups = _kernels(qkv, head_dim)
+    kernels, groups = _kernels(qkv.dtype, head_dim)
     blocks = min(-(-tokens * max(num_heads, num_kv_heads) // groups), BACKWARD_BLOCKS)
     dqkv, partial = empty(qkv.shape, qkv.dtype), None
     if q_weight is not None and dq_weight is not None:
@@ -70,26 +75,26 @@ def qk_norm_rope_backward(
         head_dim,
     )
     if partial is not None:
-        add_columns(dq_weight, partial[0])
-        add_columns(dk_weight, partial[1])
+        _add_columns(dq_weight, partial[0])
+        _add_columns(dk_weight, partial[1])
     return dqkv
 
 
-def _kernels(qkv, head_dim):
-    """The kernels for this head_dim, and the heads that one of their blocks does at a time (rope.cu's GROUPS)."""
-    limit = 64 if head_dim <= 64 else 128 if head_dim <= 128 else 256
-    lanes = min(8, limit // 2 * qkv.itemsize // 16)
-    return load("rope", qkv.dtype, HEAD_LIMIT=limit), THREADS // lanes
+@functools.cache
+def _kernels(dtype, head_dim):
+    """The kernels for this head_dim, and the heads that one of their blocks does at a time."""
+    kernels = load("rope", dtype, HEAD_LIMIT=next(limit for limit in HEAD_LIMITS if head_dim <= limit))
+    return kernels, kernels.source_constant("GROUPS")
 
 
 def _sizes(qkv, cos, sin, positions, num_heads, num_kv_heads):
     """T and D."""
     heads = num_heads + 2 * num_kv_heads
     tokens, head_dim = len(qkv), qkv.shape[1] // heads
-    if head_dim * heads != qkv.shape[1] or head_dim % 2 or not 0 < head_dim <= 256:
+    if head_dim * heads != qkv.shape[1] or head_dim % 2 or not 0 < head_dim <= HEAD_LIMITS[-1]:
         raise ValueError(
-            f"qkv of shape {qkv.shape} with {heads} heads: want head_dim even and at most 256, got "
-            f"{qkv.shape[1] / heads:g}"
+            f"qkv of shape {qkv.shape} with {heads} heads: want head_dim even and at most {HEAD_LIMITS[-1]}, "
+            f"got {qkv.shape[1] / heads:g}"
         )
     if len(positions) != tokens or cos.shape[1:] != (head_dim // 2,) or cos.shape != sin.shape:
         raise ValueError(

@@ -6,12 +6,11 @@ from __future__ import annotations
 
 import cupy as cp
 
+from .constants import source_constant
 from .device import empty
 from .loader import load
 
-__all__ = ["filter_logits", "sample"]
-
-THREADS = 512  # LOGITS_THREADS in kernels/logits.cuh
+THREADS = source_constant("sampling", "LOGITS_THREADS")
 
 
 def sample(
@@ -25,8 +24,9 @@ def sample(
     vocab_size on are neither drawn nor counted in the normaliser. banned (B, S) int32 or None: ids not to be drawn, -1
     = none. repetition_penalty (B) or None, with seen (B, V) bool: tokens that occurred. Returns tokens (B) int32 and
     logprobs (B) float32: log softmax(logits / temperature) of the token before penalty, bans and filters (temperature 1
-    for greedy rows), the bits that token_logprobs_forward gives. Arrays of the kernel's own dtypes (float32, top_k
-    int32, seeds uint64, positions int64) are read where they are: a CUDA graph can hold the call.
+    for greedy rows), the bits that token_logprobs_forward gives; NaN, with some id below vocab_size, for a row that
+    holds NaN or +inf or no finite logit. Arrays of the kernel's own dtypes (float32, top_k int32, seeds uint64,
+    positions int64) are read where they are: a CUDA graph can hold the call.
     """
     num_rows, stride = logits.shape
     tokens, logprobs = empty((num_rows,), cp.int32), empty((num_rows,), cp.float32)

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from .device import accumulator
+from ..dtypes import accumulator
 
 
 def silu_mul_forward(gate_up):

@@ -6,8 +6,8 @@ through one batched product; none is padded. The inner loop is attention_core's,
 
 import numpy as np
 
+from ..dtypes import accumulator
 from .attention_core import chunked_attention
-from .device import accumulator
 
 
 def attention_forward(qkv, cu_seqlens, num_heads, num_kv_heads):

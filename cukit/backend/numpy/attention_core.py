@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from ..dtypes import accumulator
+
 CHUNK_KEYS = 256
 LOG2_E = 1.4426950408889634
 LN_2 = 0.6931471805599453
@@ -27,7 +29,7 @@ def chunked_attention(q, k, v, key_lengths=None):
     num_keys, num_kv_heads = k.shape[1], k.shape[2]
     repeats = num_heads // num_kv_heads
     model_dtype = q.dtype
-    accumulate = np.promote_types(model_dtype, np.float32)
+    accumulate = accumulator(model_dtype)
     rows = q.reshape(groups, num_queries, num_kv_heads, repeats, head_dim).transpose(0, 2, 3, 1, 4)
     rows = rows.reshape(groups, num_kv_heads, repeats * num_queries, head_dim).astype(accumulate, copy=False)
     keys = k.transpose(0, 2, 3, 1).astype(accumulate, copy=False)

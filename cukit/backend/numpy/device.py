@@ -3,33 +3,18 @@
 import os
 import platform
 
-import ml_dtypes
 import numpy as np
 
+from ..dtypes import accumulator as accumulator
+from ..dtypes import resolve
+
 name = "cpu"
-DTYPES = {
-    "bfloat16": np.dtype(ml_dtypes.bfloat16),
-    "float16": np.dtype(np.float16),
-    "float32": np.dtype(np.float32),
-    "float64": np.dtype(np.float64),
-}
 default_dtype = "float32"
 
 
 def dtype_of(dtype):
-    """numpy dtype for a name ("bfloat16", …, "auto" = this device's default) or for a dtype."""
-    if not isinstance(dtype, str):
-        return np.dtype(dtype)
-    if dtype == "auto":
-        dtype = default_dtype
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype {dtype!r} is not supported on {name}: choose auto, {', '.join(DTYPES)}")
-    return DTYPES[dtype]
-
-
-def accumulator(dtype):
-    """The dtype that sums of `dtype` are taken in: float32, or float64 for float64."""
-    return np.dtype(np.float64) if dtype == np.float64 else np.dtype(np.float32)
+    """NumPy's dtype for a name ("bfloat16", …, "auto" = this device's default) or for a dtype."""
+    return resolve(dtype, default_dtype, name)
 
 
 def array(host, dtype=None):

@@ -5,7 +5,7 @@ Zhang & Sennrich 2019, "Root Mean Square Layer Normalization".
 
 import numpy as np
 
-from .device import accumulator
+from ..dtypes import accumulator
 
 
 def rms_norm_forward(x, w, eps):

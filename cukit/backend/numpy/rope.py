@@ -6,7 +6,7 @@ better. Rotation in the "half" layout of Hugging Face: pairs (i, i + D/2). Su et
 
 import numpy as np
 
-from .device import accumulator
+from ..dtypes import accumulator
 from .norm import rms_norm_backward, rms_norm_forward
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-__all__ = ["filter_logits", "sample"]
+from ..dtypes import accumulator
 
 _MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
 _KEY_STEPS = (np.uint64(0x9E3779B9), np.uint64(0xBB67AE85))
@@ -30,10 +30,11 @@ def sample(
     vocab_size on are neither drawn nor counted in the normaliser. banned (B, S) int32 or None: ids not to be drawn, -1
     = none. repetition_penalty (B) or None, with seen (B, V) bool: tokens that occurred. Returns tokens (B) int32 and
     logprobs (B): log softmax(logits / temperature) of the token before penalty, bans and filters (temperature 1 for
-    greedy rows), in float32 (float64 for float64 logits).
+    greedy rows), in float32 (float64 for float64 logits); NaN, with some id below vocab_size, for a row that holds NaN
+    or +inf or no finite logit.
     """
     logits = np.asarray(logits)[:, :vocab_size]
-    logits = logits.astype(np.promote_types(logits.dtype, np.float32), copy=False)
+    logits = logits.astype(accumulator(logits.dtype), copy=False)
     temperature = np.asarray(temperature, logits.dtype)
     greedy = temperature == 0
     divisor = np.where(greedy, logits.dtype.type(1), temperature)[:, None]
@@ -54,8 +55,9 @@ def sample(
         picked = filter_logits(picked, np.asarray(top_k)[drawn], np.asarray(top_p)[drawn], np.asarray(min_p)[drawn])
         tokens[drawn] = _gumbel_argmax(picked, np.asarray(seeds)[drawn], np.asarray(positions)[drawn])
     maximum = scaled.max(axis=1)
-    total = np.exp(scaled - maximum[:, None]).sum(axis=1)
-    logprobs = scaled[np.arange(len(tokens)), tokens] - maximum - np.log(total)
+    total = _weights(scaled, maximum[:, None]).sum(axis=1)
+    with np.errstate(invalid="ignore"):
+        logprobs = scaled[np.arange(len(tokens)), tokens] - maximum - np.log(total)
     return tokens.astype(np.int32), logprobs
 
 
@@ -83,11 +85,17 @@ def filter_logits(scaled_logits, top_k, top_p, min_p):
         rows = np.flatnonzero(use_min)
         part = logits[rows]
         maximum = part.max(axis=1, keepdims=True)
-        weights = np.exp(part - maximum)
+        weights = _weights(part, maximum)
         probabilities = weights / weights.sum(axis=1, keepdims=True)
         part[probabilities < min_p[rows, None] * probabilities.max(axis=1, keepdims=True)] = -np.inf
         logits[rows] = part
     return logits
+
+
+def _weights(logits, maximum):
+    """exp(logits − maximum): NaN, without a warning, in a row with +inf or without a finite logit."""
+    with np.errstate(invalid="ignore"):
+        return np.exp(logits - maximum)
 
 
 def _keep_from(logits, rows, threshold):
@@ -100,7 +108,7 @@ def _keep_from(logits, rows, threshold):
 def _top_p_threshold(logits, top_p):
     """The smallest logit that stays, (n): the first one in descending order with which the mass reaches top_p."""
     vocab_size = logits.shape[1]
-    total = np.exp(logits - logits.max(axis=1, keepdims=True)).sum(axis=1)
+    total = _weights(logits, logits.max(axis=1, keepdims=True)).sum(axis=1)
     threshold = np.empty(len(logits), logits.dtype)
     pending = np.arange(len(logits))
     width = _TOP_P_CANDIDATES
@@ -110,7 +118,7 @@ def _top_p_threshold(logits, top_p):
         if width < vocab_size:
             part = np.partition(part, vocab_size - width, axis=1)[:, vocab_size - width :]
         descending = -np.sort(-part, axis=1)
-        mass = np.cumsum(np.exp(descending - descending[:, :1]), axis=1) / total[pending, None]
+        mass = np.cumsum(_weights(descending, descending[:, :1]), axis=1) / total[pending, None]
         reached = mass >= top_p[pending, None]
         found = reached.any(axis=1)
         if width >= vocab_size:  # top_p may exceed the rounded sum of all

@@ -1,0 +1,126 @@
+// What every attention kernel shares: where the rows of sequences, keys and values are, and the merge of chunks of
+// keys. attention.cuh says how keys are reduced.
+#pragma once
+
+#include "common.cuh"
+#include "mma.cuh"
+
+constexpr int CHUNK_KEYS = 256;
+constexpr int MAX_HEAD_DIM = 256;
+
+static_assert(HEAD_DIM % 4 == 0 && HEAD_DIM <= MAX_HEAD_DIM, "head_dim must be a multiple of 4, at most MAX_HEAD_DIM");
+
+// ---- where sequences, keys and values are ----
+
+// A piece of `rows` rows of one sequence, which starts at packed row `start` and has `length` rows; `first` counts
+// within the sequence.
+struct Piece {
+    int sequence, start, length, first;
+    bool ghost;  // rows beyond the last sequence
+};
+
+// Piece number `index` of packed sequences with borders cu_seqlens (num_seqs + 1). Sequence b owns the numbers from
+// cu_seqlens[b] / rows + b on, which are enough for its ceil(length / rows) pieces; a number that is too many gets
+// first >= length. So total_tokens / rows + num_seqs + 1 numbers cover everything, and no length need be known on the
+// host. Rows beyond the last sequence are one more sequence, a ghost.
+__device__ inline Piece find_piece(const int* cu_seqlens, int num_seqs, int total_tokens, int index, int rows) {
+    int low = 0, high = num_seqs + 1;
+    while (high - low > 1) {  // 32 probes at once; cu_seqlens[low] / rows + low <= index holds throughout
+        int step = (high - low + 31) / 32, probe = low + lane() * step;
+        bool before = probe < high && cu_seqlens[probe] / rows + probe <= index;
+        low += (__popc(__ballot_sync(FULL_MASK, before)) - 1) * step;
+        high = min(low + step, high);
+    }
+    Piece piece;
+    piece.sequence = low;
+    piece.ghost = low == num_seqs;
+    piece.start = cu_seqlens[low];
+    piece.length = (piece.ghost ? total_tokens : cu_seqlens[low + 1]) - piece.start;
+    piece.first = (index - piece.start / rows - low) * rows;
+    return piece;
+}
+
+// Rows of one head in a packed array: row i at base + i * stride.
+struct PackedRows {
+    static constexpr bool PAGED = false;
+    const SCALAR* base;
+    int stride;
+    __device__ __forceinline__ const SCALAR* row(int i) const { return base + (long long)i * stride; }
+};
+
+// Rows of one kv head in a paged cache (num_blocks, block_size, K, D): base is cache + head * D, stride K * D.
+struct PagedRows {
+    static constexpr bool PAGED = true;
+    const SCALAR* base;
+    const int* table;
+    unsigned block_size;
+    int stride;
+    __device__ __forceinline__ int slot(int i) const {
+        unsigned block = (unsigned)i / block_size;
+        return table[block] * block_size + ((unsigned)i - block * block_size);
+    }
+    __device__ __forceinline__ const SCALAR* row(int i) const { return base + (long long)slot(i) * stride; }
+};
+
+// Rows of a paged cache whose slots have been looked up: slots[i] belongs to key first + i.
+struct SlotRows {
+    const SCALAR* base;
+    const int* slots;
+    int first, stride;
+    __device__ __forceinline__ const SCALAR* row(int i) const { return base + (long long)slots[i - first] * stride; }
+};
+
+// What a gradient kernel knows of one sequence: row t of head h of qkv lies at qkv + t * row_stride + h * HEAD_DIM, of
+// o's gradient at do_ + t * num_heads * HEAD_DIM + h * HEAD_DIM, of lse and delta at t * num_heads + h.
+struct Sequence {
+    SCALAR* dqkv;
+    const SCALAR *do_, *qkv;
+    const float *lse, *delta;
+    int length, num_heads, num_kv_heads;
+    float scale;  // 1 / sqrt(D), without log2(e)
+
+    __device__ __forceinline__ int row_stride() const { return (num_heads + 2 * num_kv_heads) * HEAD_DIM; }
+    __device__ __forceinline__ PackedRows head(int h) const { return {qkv + h * HEAD_DIM, row_stride()}; }
+    __device__ __forceinline__ PackedRows head_do(int h) const { return {do_ + h * HEAD_DIM, num_heads * HEAD_DIM}; }
+    __device__ __forceinline__ SCALAR* gradient(int h, int row) const {
+        return dqkv + (long long)row * row_stride() + h * HEAD_DIM;
+    }
+};
+
+// Zero rows first ... first + rows - 1 (below count) of D values at base + row * stride: the result of rows that belong
+// to no sequence.
+__device__ inline void zero_rows(SCALAR* base, long long stride, int first, int rows, int count) {
+    for (int i = threadIdx.x; i < rows * HEAD_DIM; i += blockDim.x)
+        if (first + i / HEAD_DIM < count)
+            base[(first + i / HEAD_DIM) * stride + i % HEAD_DIM] = from_float<SCALAR>(0.f);
+}
+
+// ---- the merge ----
+
+// -infinity - (-infinity) must not arise: a maximum over no key counts as 0.
+__device__ __forceinline__ float finite_maximum(float maximum) { return maximum == -INFINITY ? 0.f : maximum; }
+
+// The merge of a row's running result (maximum, total, out) with the next chunk's: factors for the two, then each
+// element of out.
+__device__ __forceinline__ void merge_totals(float& maximum, float& total, float chunk_maximum, float chunk_total,
+                                             float& left, float& right) {
+    float merged = fmaxf(maximum, chunk_maximum), base = finite_maximum(merged);
+    left = exp2_fast(__fsub_rn(maximum, base));
+    right = exp2_fast(__fsub_rn(chunk_maximum, base));
+    total = __fmaf_rn(total, left, __fmul_rn(chunk_total, right));
+    maximum = merged;
+}
+
+__device__ __forceinline__ float merge_value(float running, float chunk, float left, float right) {
+    return __fmaf_rn(running, left, __fmul_rn(chunk, right));
+}
+
+// 1 / row sum (one Newton step; the division operator would cost a call); a row that saw no key gives 0.
+__device__ __forceinline__ float reciprocal_total(float total) {
+    float guess = reciprocal_fast(total);
+    return total == 0.f ? 0.f : __fmaf_rn(guess, __fmaf_rn(-total, guess, 1.f), guess);
+}
+
+__device__ __forceinline__ float natural_lse(float maximum, float total) {
+    return __fmaf_rn(maximum, LN_2, logf(total));
+}
