@@ -14,9 +14,9 @@ from cukit.commands.doctor import doctor
 from cukit.commands.evaluate import TEST_ROWS, EvalOptions, evaluate
 from cukit.commands.generate import TINY_MODEL, GenerateOptions, generate
 from cukit.commands.kernels import KernelsOptions, kernels_build
-from cukit.runs.progress import show_log_lines
 from cukit.commands.parser import Command, parse, resolve
 from cukit.commands.train import TrainFiles, grpo, sft
+from cukit.runs.progress import show_log_lines
 from cukit.trainers.config import GRPOConfig, SFTConfig
 
 COMMANDS = {

@@ -56,7 +56,7 @@ class Tensor:
         if grad is None:
             if self.data.size != 1:
                 raise ValueError(f"backward() of an output of shape {self.shape} needs its gradient")
-            grad = self.data * 0 + 1
+            grad = self.backend.zeros(self.shape, self.dtype) + 1  # not data * 0, which an infinity makes NaN
         backward([self], [grad])
 
     def __repr__(self):

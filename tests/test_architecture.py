@@ -41,7 +41,6 @@ LAYERS = {
     "cukit": set(),
     "__main__": {"cukit_cli"},
     "cukit_cli": BELOW_ENGINE | BESIDE | {"cukit", "commands", "engine", "trainers", "bench"},
-    "__main__": {"commands", "cukit_cli"},
 }
 RUNTIME_LIBRARIES = {
     "numpy",
@@ -95,17 +94,19 @@ NOUNS = {
     "norm": ALL,
     "policy_loss": ALL,
     "rope": ALL,
-    "optimizer": ALL - {"ops"},  # these three have no derivative
+    "optimizer": ALL - {"ops"},  # these four have no derivative
     "paged_attention": ALL - {"ops"},
+    "random": ALL - {"ops"},
     "sampling": ALL - {"ops"},
     "device": {"cuda", "numpy"},
     "graph": {"cuda", "numpy", "gpu tests"},
+    "memory": {"cuda", "numpy", "gpu tests"},
 }
 # Files of a shelf that are no noun's: what several nouns use, and what the other shelves do not need.
 HELPERS = {
     "kernels": set(),
-    "cuda": {"checked", "compile", "constants", "cublas", "exact", "loader"},
-    "numpy": {"attention_core"},
+    "cuda": {"checked", "compile", "constants", "cublas", "exact", "loader", "versions"},
+    "numpy": {"attention_core", "threads"},
     "ops": {"elementwise"},
 }
 # A function of ops/ with options of its own, in place of its forward pass's arguments.
