@@ -122,7 +122,7 @@ class LLM:
             return self._stream(checked, params)
         requests = self._run(checked, params)
         _report_errors(requests)
-        return [self.output(request, number) for number, request in enumerate(requests)]
+        return [self._output(request, number, False) for number, request in enumerate(requests)]
 
     def run(self, prompts, sampling_params: SamplingParams | list[SamplingParams] | None = None) -> list[Request]:
         """generate() for programs: the finished requests, whose samples (request.sequences) hold arrays.
@@ -222,9 +222,7 @@ class LLM:
     def output(self, request: Request, number: int = 0, with_delta: bool = False) -> RequestOutput:
         """A request's samples as they are now."""
         with self.core.paused():
-            outputs = [self._completion(seq, with_delta) for seq in request.sequences]
-        prompt, cached = (request.prompt, request.prompt_ids.tolist()), request.num_cached_tokens
-        return RequestOutput(number, *prompt, outputs, request.finished, cached)
+            return self._output(request, number, with_delta)
 
     def text_of(self, sequence: Sequence) -> str:
         """The text of a finished sample: without special tokens, cut before what stopped it; "" without a tokenizer."""
@@ -264,29 +262,36 @@ class LLM:
         try:
             for prompt, one in zip(checked, params, strict=True):
                 requests.append(self.core.add(*prompt, one, with_text=True))
-            seen = {number: (0, 0) for number in range(len(requests))}  # number -> _growth when it was yielded last
+            seen = {number: (0, 0) for number in range(len(requests))}  # number -> (tokens, finished samples) then
             while seen:
-                for number, before in list(seen.items()):
-                    now = self._growth(requests[number])
-                    if now != before:
-                        seen[number] = now
-                        if requests[number].finished:
+                grown = False
+                for number in list(seen):
+                    output, seen[number] = self._if_grown(requests[number], number, seen[number])
+                    if output is not None:
+                        grown = True
+                        if output.finished:
                             del seen[number]
-                        yield self.output(requests[number], number, with_delta=True)
-                if not any(self._growth(requests[number]) != before for number, before in seen.items()) and seen:
+                        yield output
+                if not grown:
                     self.core.step()
             _report_errors(requests)
         finally:
             self._abandon(requests)
 
-    def _growth(self, request: Request) -> tuple[int, int]:
-        """(tokens, finished samples)."""
+    def _if_grown(self, request: Request, number: int, before: tuple) -> tuple[RequestOutput | None, tuple]:
+        """The request's output if it has grown since `before`, and its (tokens, finished samples) now."""
         with self.core.paused():
-            return sum(seq.num_generated for seq in request.sequences), request.num_finished
+            now = sum(seq.num_generated for seq in request.sequences), request.num_finished
+            return None if now == before else self._output(request, number, True), now
 
     def _abandon(self, requests: list[Request]) -> None:
         for request in requests:
             self.core.abort(request)
+
+    def _output(self, request: Request, number: int, with_delta: bool) -> RequestOutput:
+        outputs = [self._completion(seq, with_delta) for seq in request.sequences]
+        prompt, cached = (request.prompt, request.prompt_ids.tolist()), request.num_cached_tokens
+        return RequestOutput(number, *prompt, outputs, request.finished, cached)
 
     def _completion(self, seq: Sequence, with_delta: bool) -> CompletionOutput:
         delta = seq.text.take_delta() if with_delta and seq.text is not None else ""
