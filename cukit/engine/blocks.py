@@ -47,6 +47,16 @@ class BlockManager:
         self.reference_counts[block] = 1
         return block
 
+    def allocate_many(self, count: int) -> list[int]:
+        """As many calls of allocate()."""
+        if count > len(self._free):
+            return [self.allocate() for _ in range(count)]
+        blocks = self._free[len(self._free) - count :]
+        del self._free[len(self._free) - count :]
+        for block in blocks:
+            self.reference_counts[block] = 1
+        return blocks
+
     def share(self, blocks: list[int]) -> None:
         """Count one more owner of each block; a cached block that was free is taken out of the free ones."""
         for block in blocks:

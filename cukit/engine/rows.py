@@ -80,7 +80,7 @@ class Rows:
         for name in SAMPLING:
             getattr(host, name)[row] = getattr(params, name)
         index, offset = divmod(length - 1, self._block_size)
-        if index < len(seq.block_table):  # else give_block() comes before the next step
+        if index < len(seq.block_table):  # else give_blocks() comes before the next step
             host.slot_mapping[row] = seq.block_table[index] * self._block_size + offset
         self._room[row] = len(seq.block_table) * self._block_size
         self._limits[row], self._min_lengths[row] = seq.request.limit, seq.prompt_length + params.min_tokens
@@ -156,12 +156,14 @@ class Rows:
     def has_place(self, seq: Sequence) -> bool:
         return bool(self.host.positions[seq.row] < self._room[seq.row])
 
-    def give_block(self, seq: Sequence, block: int) -> None:
-        """One more block at the end of a sequence whose blocks are full."""
-        self.host.slot_mapping[seq.row] = block * self._block_size
-        self._room[seq.row] += self._block_size
-        seq.block_table.append(block)
-        self._stale.setdefault(seq, len(seq.block_table) - 1)
+    def give_blocks(self, sequences: list[Sequence], blocks: list[int]) -> None:
+        """One more block at the end of each sequence, whose blocks are full."""
+        rows = [seq.row for seq in sequences]
+        self.host.slot_mapping[rows] = np.array(blocks) * self._block_size
+        self._room[rows] += self._block_size
+        for seq, block in zip(sequences, blocks, strict=True):
+            self._stale.setdefault(seq, len(seq.block_table))
+            seq.block_table.append(block)
 
     def replace_last_block(self, seq: Sequence, block: int) -> None:
         """Copy on write: the newest token goes to `block`, which gets the contents of the last one."""
@@ -240,10 +242,11 @@ class Rows:
         """Send the changed entries as (row, column, block) and write them into the tables."""
         rows, columns, blocks = [], [], []
         for seq, first in self._stale.items():
-            changed = seq.block_table[first:]
-            rows += [seq.row] * len(changed)
-            columns += range(first, first + len(changed))
-            blocks += changed
+            table = seq.block_table
+            for column in range(first, len(table)):
+                rows.append(seq.row)
+                columns.append(column)
+                blocks.append(table[column])
         self._stale.clear()
         count = len(rows)
         if 3 * count > len(self._host_entries):

@@ -151,7 +151,11 @@ class Scheduler:
 
     def _give_places(self, step: Step) -> None:
         """Make sure that each row has a block of its own for its newest token."""
-        wanting = {seq: None for seq in [*self.rows.without_place(), *self._sharing]}
+        full = self.rows.without_place()
+        if full and len(full) <= self.blocks.num_free and not self._sharing:
+            self.rows.give_blocks(full, self.blocks.allocate_many(len(full)))
+            return
+        wanting = {seq: None for seq in [*full, *self._sharing]}
         for seq in sorted(wanting, key=_order):
             self._give_place(step, seq)
             seq.may_share_tail = False
@@ -166,7 +170,7 @@ class Scheduler:
             if self.blocks.num_free == 0:
                 self._make_room()
             elif full:
-                self.rows.give_block(seq, self.blocks.allocate())
+                self.rows.give_blocks([seq], [self.blocks.allocate()])
             else:
                 self._copy_tail(step, seq)
 

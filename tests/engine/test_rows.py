@@ -72,14 +72,14 @@ def test_only_changes_of_block_tables_are_sent(monkeypatch):
     rows.enter(first)
     rows.enter(second)
     assert rows.without_place() == [second]
-    rows.give_block(second, 6)
+    rows.give_blocks([second], [6])
     rows.upload()
     assert sent == [4]
     rows.advance(np.array([1, 2], np.int32), np.zeros(2, np.float32))
     rows.upload()
     assert sent == [4]
     assert rows.without_place() == [first]
-    rows.give_block(first, 9)
+    rows.give_blocks([first], [9])
     rows.replace_last_block(second, 1)
     rows.upload()
     assert sent == [4, 2]
