@@ -120,7 +120,7 @@ class Scheduler:
             self._release(seq)
 
     def restart(self, requests: list[Request]) -> None:
-        """After an interrupted step: all blocks are free, every unfinished sequence waits, to compute its tokens anew."""
+        """After an interrupted step: all blocks are free, unfinished sequences wait to compute their tokens anew."""
         self.rows.clear()
         self.waiting, self.prompts, self.held, self._sharing = [], [], [], []
         self.blocks.reset()

@@ -149,3 +149,48 @@ def check_engine(llm):
     assert {id(seq) for seq in unfinished} == {id(seq) for seq in everywhere if seq not in scheduler.held} | {
         id(seq) for seq in queued
     }
+
+
+def check_sample(be, fault, dtype):
+    """Rows 1 and 4 of 6 are spoilt, under every kind of filter: ids within range, log-probs not finite, other rows the
+    same bits. For both shelves.
+    """
+    logits = np.random.default_rng(0).standard_normal((6, 300)).astype(be.dtype_of(dtype))
+    spoilt = logits.copy()
+    places = {"nan": slice(None), "one nan": 7, "inf": 7, "two inf": [7, 290], "-inf": slice(None)}[fault]
+    for row in (1, 4):
+        spoilt[row, places] = float(fault.split()[-1])
+    precise = be.accumulator(be.dtype_of(dtype))
+    for temperature, top_k, top_p, min_p in ((0, 0, 1, 0), (1, 0, 1, 0), (0.7, 5, 0.9, 0.1), (1, 0, 0.5, 0)):
+        settings = [
+            np.full(6, value, kind)
+            for value, kind in ((temperature, precise), (top_k, np.int32), (top_p, precise), (min_p, precise))
+        ]
+        settings += [np.arange(6, dtype=np.uint64), np.arange(6, dtype=np.int64)]
+        banned = np.array([[3, -1]] * 6, np.int32)
+        for extra in ((), (banned, np.full(6, 1.3, precise), np.arange(1800).reshape(6, 300) % 2 == 0)):
+            found = []
+            for given in (logits, spoilt):
+                drawn = be.sample(*map(be.array, (given, *settings)), 290, *map(be.array, extra))
+                found.append([be.to_numpy(x) for x in drawn])
+            (tokens, logprobs), (spoilt_tokens, spoilt_logprobs) = found
+            assert ((spoilt_tokens >= 0) & (spoilt_tokens < 290)).all()
+            assert not np.isfinite(spoilt_logprobs[[1, 4]]).any()
+            others = [0, 2, 3, 5]
+            assert tokens[others].tolist() == spoilt_tokens[others].tolist()
+            assert logprobs[others].tobytes() == spoilt_logprobs[others].tobytes()
+
+
+def byte_tokens(text):
+    """`text` as one token a byte."""
+    by_symbol = {qwen_tokenizer().id_to_token(token): token for token in range(256)}
+    symbols = [symbol for character in text for symbol in _byte_symbols(character)]
+    return [by_symbol[symbol] for symbol in symbols]
+
+
+def _byte_symbols(character):
+    """The byte-level alphabet of GPT-2: printable bytes stand for themselves, the others for U+0100 and following."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    table = {byte: chr(byte) for byte in printable} | {byte: chr(256 + place) for place, byte in enumerate(others)}
+    return [table[byte] for byte in character.encode()]

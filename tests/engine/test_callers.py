@@ -1,7 +1,9 @@
 """Several callers of one engine: each gets all of its own, in whatever order they ask."""
 
 import gc
+import sys
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -225,12 +227,15 @@ def test_run_gives_arrays(expected):
     assert llm.run(np.array([1, 2, 3], np.int32), params())[0].prompt_ids.tolist() == [1, 2, 3]
 
 
+@pytest.mark.parametrize("max_tokens", [1, 6])
 @pytest.mark.parametrize("length", [1, 4, 5, 11])
-def test_a_further_turn_goes_on_from_kept_kv(length):
-    """It computes only what follows the last computed token, and equals a fresh prompt."""
+def test_a_further_turn_goes_on_from_kept_kv(length, max_tokens):
+    """It computes only what follows the last computed token, and equals a fresh prompt. Samples of one token still
+    share their last block when their further turns begin.
+    """
     llm = make_llm(enable_prefix_caching=False)
     prompt = np.arange(length, dtype=np.int32)
-    first = llm.core.add(prompt, None, params(max_tokens=6), keeps_cache=True)
+    first = llm.core.add(prompt, None, params(max_tokens=max_tokens), keeps_cache=True)
     while not first.finished:
         llm.step()
     check_engine(llm)
@@ -242,11 +247,12 @@ def test_a_further_turn_goes_on_from_kept_kv(length):
     while llm.core.requests:
         llm.step()
         check_engine(llm)
-    assert llm.stats.num_prefill_tokens - before == 2 * 3  # the token drawn last, and the two new ones
+    shared = length % 4 if max_tokens == 1 else 0  # computed anew by the one that leaves the shared block first
+    assert llm.stats.num_prefill_tokens - before == 2 * 3 + shared  # the token drawn last, and the two new ones
     for turn in turns:
         (fresh,) = make_llm().run([turn.prompt_ids], params(seed=9))
         assert [seq.token_ids.tolist() for seq in turn.sequences] == [seq.token_ids.tolist() for seq in fresh.sequences]
-        assert turn.num_cached_tokens == length + 5
+    assert sum(turn.num_cached_tokens for turn in turns) == 2 * (length + max_tokens - 1) - shared
     llm.core.release(first)
     assert llm.core.blocks.num_free == 60
     with pytest.raises(ValueError, match="must begin with all tokens"):
@@ -267,9 +273,37 @@ def test_kept_kv_gives_way_to_what_runs():
     assert llm.core.blocks.num_free == 16
 
 
+def test_kept_kv_of_an_aborted_request_is_given_back():
+    llm = make_llm()
+    request = llm.core.add(np.arange(10, dtype=np.int32), None, params(max_tokens=30), keeps_cache=True)
+    for _ in range(4):
+        llm.step()
+    llm.core.abort(request)
+    assert llm.core.blocks.num_free == 60 and not llm.core.scheduler.held
+
+
+def test_turns_are_given_in_the_order_of_asking():
+    core, order = make_llm().core, []
+
+    def other():
+        with core.paused():
+            order.append("other")
+
+    for _ in range(20):
+        order.clear()
+        with core.paused():
+            thread = threading.Thread(target=other)
+            thread.start()
+            while not core._queue:
+                time.sleep(0.001)
+        with core.paused():
+            order.append("first again")
+        thread.join(10)
+        assert order == ["other", "first again"]
+
+
 def test_a_steady_step_costs_the_same_calls_for_any_number_of_rows():
     """No Python per row or token while rows only decode."""
-    import sys
 
     def calls_of(num_rows):
         llm = make_llm(max_num_seqs=num_rows, block_size=32, num_kv_blocks=2 * num_rows)

@@ -10,7 +10,7 @@ from cukit.autograd import Tensor
 from cukit.backend import backend_for
 from cukit.engine.llm import LLM
 
-from .helpers import HashModel, ScriptModel, check_engine, qwen_tokenizer, tiny_llm, tiny_model
+from .helpers import HashModel, ScriptModel, check_engine, check_sample, qwen_tokenizer, tiny_llm, tiny_model
 
 PROMPTS = [[number, 1, 2] for number in range(8)]
 
@@ -121,34 +121,6 @@ def test_e4_the_text_before_the_error_is_kept(stop):
 def test_e4_sample_gives_ids_within_range(fault, dtype):
     """A row of any logits draws an id of the vocabulary; its log-prob is not finite, and no other row changes."""
     check_sample(backend_for("cpu"), fault, dtype)
-
-
-def check_sample(be, fault, dtype):
-    """Shared with tests/gpu: rows 1 and 4 of 6 are spoilt, under every kind of filter."""
-    logits = np.random.default_rng(0).standard_normal((6, 300)).astype(be.dtype_of(dtype))
-    spoilt = logits.copy()
-    places = {"nan": slice(None), "one nan": 7, "inf": 7, "two inf": [7, 290], "-inf": slice(None)}[fault]
-    for row in (1, 4):
-        spoilt[row, places] = float(fault.split()[-1])
-    precise = be.accumulator(be.dtype_of(dtype))
-    for temperature, top_k, top_p, min_p in ((0, 0, 1, 0), (1, 0, 1, 0), (0.7, 5, 0.9, 0.1), (1, 0, 0.5, 0)):
-        settings = [
-            np.full(6, value, kind)
-            for value, kind in ((temperature, precise), (top_k, np.int32), (top_p, precise), (min_p, precise))
-        ]
-        settings += [np.arange(6, dtype=np.uint64), np.arange(6, dtype=np.int64)]
-        banned = np.array([[3, -1]] * 6, np.int32)
-        for extra in ((), (banned, np.full(6, 1.3, precise), np.arange(1800).reshape(6, 300) % 2 == 0)):
-            found = []
-            for given in (logits, spoilt):
-                drawn = be.sample(*map(be.array, (given, *settings)), 290, *map(be.array, extra))
-                found.append([be.to_numpy(x) for x in drawn])
-            (tokens, logprobs), (spoilt_tokens, spoilt_logprobs) = found
-            assert ((spoilt_tokens >= 0) & (spoilt_tokens < 290)).all()
-            assert not np.isfinite(spoilt_logprobs[[1, 4]]).any()
-            others = [0, 2, 3, 5]
-            assert tokens[others].tolist() == spoilt_tokens[others].tolist()
-            assert logprobs[others].tobytes() == spoilt_logprobs[others].tobytes()
 
 
 @pytest.mark.parametrize("temperature", [0, -1, float("nan"), float("inf"), None, "1", True, np.float32(0)])

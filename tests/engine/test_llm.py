@@ -7,11 +7,19 @@ import numpy as np
 import pytest
 
 from cukit import SamplingParams
-from cukit.engine.config import EngineConfig
 from cukit.engine.llm import LLM
 from cukit.engine.text import CompletionText, StopTexts, completion_text
 
-from .helpers import GOLDEN, ScriptModel, qwen_tokenizer, random_prompts, reciting_llm, tiny_llm, tiny_model
+from .helpers import (
+    GOLDEN,
+    ScriptModel,
+    byte_tokens,
+    qwen_tokenizer,
+    random_prompts,
+    reciting_llm,
+    tiny_llm,
+    tiny_model,
+)
 
 GREEDY = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
 
@@ -97,21 +105,6 @@ def test_streaming_gives_whole_characters_only(text):
     assert "".join(deltas) == text and "\ufffd" not in "".join(deltas)
     assert [out.outputs[0].text for out in pieces] == ["".join(deltas[: i + 1]) for i in range(len(deltas))]
     assert pieces[-1].finished and not pieces[0].finished
-
-
-def byte_tokens(text):
-    """`text` as one token a byte."""
-    by_symbol = {qwen_tokenizer().id_to_token(token): token for token in range(256)}
-    symbols = [symbol for character in text for symbol in _byte_symbols(character)]
-    return [by_symbol[symbol] for symbol in symbols]
-
-
-def _byte_symbols(character):
-    """The byte-level alphabet of GPT-2: printable bytes stand for themselves, the others for U+0100 and following."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    table = {byte: chr(byte) for byte in printable} | {byte: chr(256 + place) for place, byte in enumerate(others)}
-    return [table[byte] for byte in character.encode()]
 
 
 @pytest.mark.parametrize("text", TEXTS)
@@ -281,32 +274,6 @@ def test_abort_and_abandoned_stream_leave_a_clean_engine():
         pass
     assert llm.core.blocks.num_free == 20 and not llm.core.scheduler.has_work and not llm.core.requests
     llm.sleep()
-
-
-def test_repr_names_shape_device_cache_and_limits():
-    llm = tiny_llm(num_kv_blocks=20, max_num_seqs=7)
-    shape = tiny_model().config
-    for text in (
-        f"{shape.num_hidden_layers} layers",
-        f"hidden_size={shape.hidden_size}",
-        "float64 on cpu",
-        "20 blocks of 4 tokens",
-        "max_model_len=64",
-        "max_num_seqs=7",
-        "0.00 GB",
-    ):
-        assert text in repr(llm), repr(llm)
-    llm.sleep()
-    assert "asleep" in repr(llm) and "\n" not in repr(llm)
-
-
-def test_from_model_takes_a_config_and_changes_of_it():
-    config = EngineConfig(max_model_len=64, block_size=4, num_kv_blocks=20)
-    llm = LLM.from_model(tiny_model(), None, config)
-    assert (llm.config.max_model_len, llm.config.num_kv_blocks) == (64, 20)
-    llm = LLM.from_model(tiny_model(), config=config, num_kv_blocks=30, seed=3)
-    assert (llm.config.num_kv_blocks, llm.config.block_size, llm.config.seed) == (30, 4, 3)
-    assert config.num_kv_blocks == 20
 
 
 def test_an_error_in_a_step_leaves_a_clean_engine():

@@ -1,4 +1,4 @@
-"""Random engines with little room against a roomy one, token for token; the pool's books are checked after each step."""
+"""Random engines with little room against a roomy one, token for token; the pool's books are checked at each step."""
 
 import numpy as np
 import pytest

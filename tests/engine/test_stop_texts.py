@@ -6,17 +6,14 @@ import pytest
 from cukit import SamplingParams
 from cukit.engine.text import CompletionText, StopTexts, completion_text
 
-from .helpers import qwen_tokenizer, reciting_llm
-from .test_llm import byte_tokens
+from .helpers import byte_tokens, qwen_tokenizer, reciting_llm
 
 
 def generate(text, stop, stream=False, **options):
     """(the sample that recites `text`, its deltas)."""
     ids = qwen_tokenizer().encode(text) if isinstance(text, str) else text
     llm, prompt_ids = reciting_llm("Q:", ids)
-    params = SamplingParams(
-        **{"temperature": 0, "max_tokens": len(ids), "ignore_eos": True, "stop": stop} | options
-    )
+    params = SamplingParams(**{"temperature": 0, "max_tokens": len(ids), "ignore_eos": True, "stop": stop} | options)
     outputs = list(llm.generate([prompt_ids], params, stream=stream))
     return outputs[-1].outputs[0], [out.outputs[0].text_delta for out in outputs]
 

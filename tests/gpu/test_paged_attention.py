@@ -192,7 +192,9 @@ def test_empty_batches_and_ghosts(gpu, dtype):
     case = Paged([5], 4, 2, 64)
     qkv, k_cache, v_cache, _ = case.to(gpu, dtype)
     qkv, tables, none = gpu.array(qkv), case.tables, np.zeros(0, np.int32)
-    assert gpu.paged_decode_attention(qkv[:0], k_cache, v_cache, gpu.array(tables[:0]), gpu.array(none), 4, 5).shape == (
+    assert gpu.paged_decode_attention(
+        qkv[:0], k_cache, v_cache, gpu.array(tables[:0]), gpu.array(none), 4, 5
+    ).shape == (
         0,
         256,
     )
