@@ -91,9 +91,10 @@ class EngineCore:
         sequence = request.new_sequence()
         if after is not None and not np.array_equal(prompt_ids[: after.length], after.token_ids):
             raise ValueError("the prompt of a further turn must begin with all tokens of the turn before it")
-        self.stats.num_requests += 1
-        self.requests[request.request_id] = request
-        self._added.append((sequence, after))
+        with self._turn:  # a restart sees both or neither
+            self.stats.num_requests += 1
+            self.requests[request.request_id] = request
+            self._added.append((sequence, after))
         return request
 
     def abort(self, request: Request) -> None:
@@ -122,13 +123,13 @@ class EngineCore:
                 self._turn.wait_for(lambda: self._num_turns != turns)
                 return
         with self.paused():
-            self._take_in()
-            if self.scheduler.has_work:
-                try:
+            try:
+                self._take_in()
+                if self.scheduler.has_work:
                     self._compute()
-                except BaseException:  # also an interrupt: the engine must stay usable for all other requests
-                    self._restart()
-                    raise
+            except BaseException:  # also an interrupt: the engine must stay usable for all other requests
+                self._restart()
+                raise
 
     @contextmanager
     def paused(self):
@@ -145,6 +146,7 @@ class EngineCore:
                     self._stepper = me
                 finally:
                     self._queue.remove(place)
+                    self._turn.notify_all()  # after an interrupt the next one in the queue must look again
             self._end_aborted()
             yield
         finally:
@@ -225,8 +227,9 @@ class EngineCore:
 
     def _restart(self) -> None:
         """After an interrupted step: unfinished requests compute their tokens anew, which stay what they were."""
-        added = {sequence.request.request_id for sequence, _ in self._added}
-        requests = [request for request in list(self.requests.values()) if request.request_id not in added]
+        with self._turn:
+            added = {sequence.request.request_id for sequence, _ in self._added}
+            requests = [request for request in self.requests.values() if request.request_id not in added]
         self.scheduler.restart(requests)
         for request in requests:
             request.num_finished = sum(seq.finish_reason is not None for seq in request.sequences)
@@ -248,14 +251,18 @@ class EngineCore:
         return self.runner.kv is not None
 
     def reset_prefix_cache(self) -> None:
-        """Forget all KV of finished requests; the unfinished ones must not exist."""
+        """Forget all KV, that which finished requests keep included. ValueError while requests run."""
         with self.paused():
+            self._require_idle("reset_prefix_cache()")
             self.scheduler.drop_held()
             self.blocks.reset_prefix_cache()
 
     def sleep(self) -> None:
-        self.reset_prefix_cache()
+        """Free the KV cache. ValueError while requests run."""
         with self.paused():
+            self._require_idle("sleep()")
+            self.scheduler.drop_held()
+            self.blocks.reset_prefix_cache()
             self.runner.free_cache()
 
     def wake_up(self) -> None:
@@ -264,6 +271,10 @@ class EngineCore:
                 self.runner.allocate_cache()
 
     # ---- checks ----
+
+    def _require_idle(self, what: str) -> None:
+        if self.requests:
+            raise ValueError(f"{what} while {len(self.requests)} requests run: let them finish, or abort them")
 
     def check_prompt(self, prompt, params: SamplingParams, number: int) -> tuple[np.ndarray, str | None]:
         """(ids, text or None) of a prompt that this engine can complete; ValueError with the numbers if it cannot."""

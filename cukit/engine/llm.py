@@ -178,12 +178,10 @@ class LLM:
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached KV, as every update of the weights demands. Refused while requests run."""
-        self._require_idle("reset_prefix_cache()")
         self.core.reset_prefix_cache()
 
     def sleep(self) -> None:
         """Free the KV cache (the weights stay). Refused while requests run."""
-        self._require_idle("sleep()")
         self.core.sleep()
 
     def wake_up(self) -> None:
@@ -302,10 +300,6 @@ class LLM:
             text = self.text_of(seq)
         logprobs = seq.logprobs.tolist() if seq.request.params.logprobs else None
         return CompletionOutput(seq.index, text, ids, logprobs, seq.finish_reason, seq.stop_reason, delta)
-
-    def _require_idle(self, what: str) -> None:
-        if self.core.requests:
-            raise ValueError(f"{what} while {len(self.core.requests)} requests run: let them finish, or abort them")
 
     def _require_awake(self) -> None:
         if not self.core.is_awake:

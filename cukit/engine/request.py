@@ -138,9 +138,12 @@ class Sequence:
             self.finish("length")
 
     def catch_up(self) -> None:
-        """look_for_end() where an interrupt came between a token and the look at it."""
-        if self.num_generated and (self.text is None or self.text.num_tokens < self.num_generated):
-            self.look_for_end(int(self.token_ids[-1]))
+        """What an interrupt left out between a token and the look at it, for a sequence without a row."""
+        if len(self.drawn) and not np.isfinite(self.drawn[-1]):
+            self.ids, self.drawn = self.ids[:-1], self.drawn[:-1]
+            self.finish("error")
+        elif len(self.drawn) and (self.text is None or self.text.num_tokens < self.num_generated):
+            self.look_for_end(int(self.ids[-1]))
 
     def finish(self, reason: str, stop_reason: int | str | None = None) -> None:
         self.finish_reason, self.stop_reason = reason, stop_reason

@@ -129,10 +129,11 @@ def test_e2_samples_that_cannot_all_hold_their_prompt():
 @pytest.mark.parametrize("where", ["run", "advance", "schedule"])
 def test_an_interrupted_step_loses_nothing(where, monkeypatch):
     """Ctrl-C anywhere in a step: all blocks come back, and the other requests go on to the same tokens."""
-    model = HashModel()
+    model = HashModel(bad=lambda state: state % 23 == 7)
     prompts = [np.arange(n, dtype=np.int32) for n in (3, 9, 17)]
     params = SamplingParams(n=3, max_tokens=12, seed=1, logprobs=True)
     expected = [roomy(model, prompt, params) for prompt in prompts]
+    assert {reason for samples in expected for *_, reason, _ in samples} == {"error", "length"}
     for number in range(12):
         llm = LLM.from_model(model, None, max_model_len=64, num_kv_blocks=24, block_size=4, max_num_batched_tokens=11)
         core = llm.core
