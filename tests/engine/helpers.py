@@ -39,20 +39,25 @@ def random_prompts(count, low, high, seed=0, vocab_size=211):
     return [rng.integers(0, vocab_size, rng.integers(low, high)).tolist() for _ in range(count)]
 
 
+def stand_in_config(vocab_size, max_position_embeddings):
+    """What the engine asks of a model's config: one layer whose cache holds one number a token."""
+    return SimpleNamespace(
+        vocab_size=vocab_size,
+        max_position_embeddings=max_position_embeddings,
+        num_hidden_layers=1,
+        hidden_size=1,
+        num_key_value_heads=1,
+        head_dim=1,
+        eos_token_id=None,
+    )
+
+
 class ScriptModel:
     """A model that puts token script[p] (almost surely) at position p. It reads and writes no KV."""
 
     def __init__(self, script, vocab_size=151_669, max_position_embeddings=128):
         self.script, self.backend, self.dtype = np.asarray(script), backend_for("cpu"), np.dtype(np.float32)
-        self.config = SimpleNamespace(
-            vocab_size=vocab_size,
-            max_position_embeddings=max_position_embeddings,
-            num_hidden_layers=1,
-            hidden_size=1,
-            num_key_value_heads=1,
-            head_dim=2,
-            eos_token_id=None,
-        )
+        self.config = stand_in_config(vocab_size, max_position_embeddings)
 
     def forward(self, tokens, positions, attend):
         return Tensor(np.asarray(positions, np.float32)[:, None])
@@ -89,15 +94,7 @@ class HashModel:
 
     def __init__(self, vocab_size=53, max_position_embeddings=512, bad=None):
         self.backend, self.dtype, self.bad = backend_for("cpu"), np.dtype(np.float64), bad
-        self.config = SimpleNamespace(
-            vocab_size=vocab_size,
-            max_position_embeddings=max_position_embeddings,
-            num_hidden_layers=1,
-            hidden_size=1,
-            num_key_value_heads=1,
-            head_dim=1,
-            eos_token_id=None,
-        )
+        self.config = stand_in_config(vocab_size, max_position_embeddings)
 
     def forward(self, tokens, positions, attend):
         (k_cache, _), tables = attend.kv[0], np.asarray(attend.block_tables)
