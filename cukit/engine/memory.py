@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from ..models.config import ModelConfig
+from ..options import changed
 from .config import EngineConfig
 
 logger = logging.getLogger(__name__)
@@ -170,6 +171,12 @@ def plan_memory(
     if engine is not None:
         plan = _checked(_with_cache(plan, uses[0], engine, backend, longest_sequence), on_card)
     return plan
+
+
+def planned(config: EngineConfig, model) -> tuple[Plan, EngineConfig]:
+    """The plan of an engine alone with a loaded model, and config with max_model_len and num_kv_blocks filled in."""
+    plan = plan_memory([ModelUse("model", model.config, model.dtype, loaded=True)], config, model.backend)
+    return plan, changed(config, max_model_len=plan.max_model_len, num_kv_blocks=plan.num_kv_blocks)
 
 
 # ---- what lasts ----

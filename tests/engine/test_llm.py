@@ -8,9 +8,18 @@ import pytest
 
 from cukit import SamplingParams
 from cukit.engine.llm import LLM
-from cukit.engine.sequence import CompletionText, completion_text
+from cukit.engine.text import CompletionText, StopTexts, completion_text
 
-from .helpers import GOLDEN, ScriptModel, qwen_tokenizer, random_prompts, reciting_llm, tiny_llm, tiny_model
+from .helpers import (
+    GOLDEN,
+    ScriptModel,
+    byte_tokens,
+    qwen_tokenizer,
+    random_prompts,
+    reciting_llm,
+    tiny_llm,
+    tiny_model,
+)
 
 GREEDY = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
 
@@ -98,21 +107,6 @@ def test_streaming_gives_whole_characters_only(text):
     assert pieces[-1].finished and not pieces[0].finished
 
 
-def byte_tokens(text):
-    """`text` as one token a byte."""
-    by_symbol = {qwen_tokenizer().id_to_token(token): token for token in range(256)}
-    symbols = [symbol for character in text for symbol in _byte_symbols(character)]
-    return [by_symbol[symbol] for symbol in symbols]
-
-
-def _byte_symbols(character):
-    """The byte-level alphabet of GPT-2: printable bytes stand for themselves, the others for U+0100 and following."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    table = {byte: chr(byte) for byte in printable} | {byte: chr(256 + place) for place, byte in enumerate(others)}
-    return [table[byte] for byte in character.encode()]
-
-
 @pytest.mark.parametrize("text", TEXTS)
 def test_one_byte_a_token(text):
     ids = byte_tokens(text)
@@ -162,7 +156,7 @@ def test_completion_text_piece_by_piece_equals_at_once():
     for _ in range(50):
         ids = rng.choice([*range(256), *rng.integers(0, 151_669, 100)], 40).tolist()
         prompt, completion = ids[:10], ids[10:]
-        growing = CompletionText(tokenizer, prompt, [])
+        growing = CompletionText(tokenizer, prompt, StopTexts())
         for token in completion:
             growing.push(token)
         growing.finish()
@@ -244,7 +238,7 @@ def test_sleep_wake_close():
     llm = tiny_llm()
     before = llm.generate([[1, 2, 3]], GREEDY)[0].outputs[0].token_ids
     llm.sleep()
-    assert llm._runner.kv is None
+    assert not llm.core.is_awake
     with pytest.raises(ValueError, match="wake_up"):
         llm.generate([[1, 2, 3]], GREEDY)
     assert len(llm.score([[1, 2, 3]])[0]) == 2
@@ -258,7 +252,7 @@ def test_sleep_wake_close():
     llm.close()
     with tiny_llm() as llm:
         llm.add_request([1, 2], GREEDY)
-    assert llm._runner.kv is None
+    assert not llm.core.is_awake
 
 
 def test_abort_and_abandoned_stream_leave_a_clean_engine():
@@ -278,7 +272,7 @@ def test_abort_and_abandoned_stream_leave_a_clean_engine():
     del out
     for _ in llm.generate([[1, 2, 3]], SamplingParams(n=2, max_tokens=2), stream=True):
         pass
-    assert llm._blocks.num_free == 20 and not llm._scheduler.has_work and not llm._requests
+    assert llm.core.blocks.num_free == 20 and not llm.core.scheduler.has_work and not llm.core.requests
     llm.sleep()
 
 
@@ -362,10 +356,10 @@ def test_numpy_ids_and_stats():
     assert llm.stats.num_steps == 4
 
 
-def test_an_engine_that_nobody_holds_gives_its_cache_back_at_once():
+def test_an_engine_that_is_dropped_gives_its_cache_back_at_once():
     llm = tiny_llm()
     llm.generate([[1, 2, 3]], greedy(max_tokens=4))
-    cache = weakref.ref(llm._runner.kv[0][0])
+    cache = weakref.ref(llm.core.runner.kv[0][0])
     gc.disable()  # a cycle would keep the cache until the collector happens to run
     try:
         del llm
