@@ -12,7 +12,7 @@ the larger phase, not the sum.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -73,16 +73,16 @@ class Item:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run will hold. limit: bytes that it may take; total: bytes of the whole device."""
+    """What a run will hold. limit: bytes that it may take: gpu_memory_utilization (share) of share_of."""
 
     items: tuple[Item, ...]
     limit: int
-    total: int
     num_kv_blocks: int = 0
     max_model_len: int = 0
     sleeps_cache: bool = False
     kv_bytes: int = 0
-    share: float | None = field(default=None, compare=False)  # gpu_memory_utilization, if there is an engine
+    share: float | None = None  # None without an engine
+    share_of: str = ""
 
     def phase_bytes(self, phase: str) -> int:
         """Bytes in "rollout" or "training", with what lasts."""
@@ -109,7 +109,7 @@ class Plan:
         items.sort(key=lambda item: (order[item.phase], -item.nbytes))
         lines = [f"{item.phase:<9}{gigabytes(item.nbytes):>11}  {item.name}" for item in items if item.nbytes]
         lines += [f"{'peak':<9}{gigabytes(self.phase_bytes(phase)):>11}  {phase}" for phase in self.phases]
-        share = "" if self.share is None else f" (gpu_memory_utilization {self.share:g} of {gigabytes(self.total)})"
+        share = "" if self.share is None else f" (gpu_memory_utilization {self.share:g} of {self.share_of})"
         lines.append(f"{'left':<9}{gigabytes(self.limit - self.peak_bytes):>11}  of {gigabytes(self.limit)}{share}")
         return "\n".join(lines)
 
@@ -146,9 +146,9 @@ def plan_memory(
 
     ValueError for a max_model_len that does not fit, and on a card for a run that does not.
     """
-    if total_bytes is None or free_bytes is None:
+    if free_bytes is None or total_bytes is None:
         free_bytes, total_bytes = backend.memory_info()
-    on_card = backend.name == "cuda"
+    on_card, share = backend.name == "cuda", 1.0 if engine is None else engine.gpu_memory_utilization
     items = _lasting(uses, backend, ranks)
     if on_card:
         items += [Item("CUDA context and kernels", CONTEXT_BYTES), Item("cuBLAS workspace", WORKSPACE_BYTES)]
@@ -160,13 +160,12 @@ def plan_memory(
         _check_length(uses[0].config, engine)
         items += _rollout(uses[0], engine, backend)
     items = _with_waste(items, uses, backend) if on_card else items
-    share = 1.0 if engine is None else engine.gpu_memory_utilization
     taken = sum(_weight_bytes(use, backend) for use in uses if use.loaded)
     if on_card:
-        limit = min(int(share * total_bytes), free_bytes + taken + CONTEXT_BYTES)
+        limit, whole = min(int(share * total_bytes), free_bytes + taken + CONTEXT_BYTES), gigabytes(total_bytes)
     else:
-        limit = taken + int(share * free_bytes)
-    plan = Plan(tuple(items), limit, total_bytes, share=None if engine is None else share)
+        limit, whole = taken + int(share * free_bytes), f"{gigabytes(free_bytes)} free"
+    plan = Plan(tuple(items), limit, share=None if engine is None else share, share_of=whole)
     plan = _checked(plan, on_card)
     if engine is not None:
         plan = _checked(_with_cache(plan, uses[0], engine, backend, longest_sequence), on_card)
@@ -369,8 +368,8 @@ def _with_cache(plan: Plan, use: ModelUse, engine: EngineConfig, backend, longes
             "free memory or raise gpu_memory_utilization for more",
             *(room, length, blocks, size),
         )
-    cache = {"num_kv_blocks": blocks, "sleeps_cache": sleeps, "kv_bytes": blocks * block}
-    return replace(plan, max_model_len=min(room, length), **cache)
+    held, length = blocks * block, min(room, length)
+    return replace(plan, num_kv_blocks=blocks, max_model_len=length, sleeps_cache=sleeps, kv_bytes=held)
 
 
 def _checked(plan: Plan, on_card: bool) -> Plan:

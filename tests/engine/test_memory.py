@@ -147,6 +147,7 @@ def test_e7_the_cpu_takes_a_share_of_what_is_free_and_four_gigabytes_of_cache_at
 
     assert on_cpu(60 * GB).kv_bytes <= memory.CPU_CACHE_BYTES < on_cpu(60 * GB).kv_bytes * 1.01
     less = on_cpu(3 * GB, gpu_memory_utilization=0.9)
+    assert less.table().splitlines()[-1].endswith("of 2.70 GB (gpu_memory_utilization 0.9 of 3.00 GB free)")
     assert less.peak_bytes <= less.limit == int(2.7 * GB) and less.kv_bytes > 0.2 * GB
     assert on_cpu(60 * GB, num_kv_blocks=10_000).num_kv_blocks == 10_000, "asked for"
     caplog.clear()

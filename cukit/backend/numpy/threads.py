@@ -62,7 +62,7 @@ def share(function, borders):
 @functools.cache
 def _worker(number: int) -> queue.SimpleQueue:
     """The queue that worker thread `number` of this process reads its work from."""
-    tasks = queue.SimpleQueue()
+    tasks: queue.SimpleQueue = queue.SimpleQueue()
     threading.Thread(target=_work, args=(tasks,), name=f"cukit-product-{number}", daemon=True).start()
     return tasks
 
