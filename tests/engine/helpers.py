@@ -39,25 +39,35 @@ def random_prompts(count, low, high, seed=0, vocab_size=211):
     return [rng.integers(0, vocab_size, rng.integers(low, high)).tolist() for _ in range(count)]
 
 
-def stand_in_config(vocab_size, max_position_embeddings):
-    """What the engine asks of a model's config: one layer whose cache holds one number a token."""
-    return SimpleNamespace(
-        vocab_size=vocab_size,
-        max_position_embeddings=max_position_embeddings,
-        num_hidden_layers=1,
-        hidden_size=1,
-        num_key_value_heads=1,
-        head_dim=1,
-        eos_token_id=None,
-    )
+class StandIn:
+    """What the engine asks of a model: one layer whose cache holds one number a token."""
+
+    exact = "auto"
+
+    def __init__(self, dtype, vocab_size, max_position_embeddings):
+        self.backend, self.dtype, self.vocab_size = backend_for("cpu"), np.dtype(dtype), vocab_size
+        ones = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+        self.config = SimpleNamespace(
+            **dict.fromkeys(ones, 1),
+            vocab_size=vocab_size,
+            max_position_embeddings=max_position_embeddings,
+            head_dim=1,
+            tie_word_embeddings=True,
+            attention_bias=False,
+            qk_norm=False,
+            eos_token_id=None,
+        )
+
+    def limit_vocabulary(self, num_ids):
+        self.vocab_size = min(num_ids, self.config.vocab_size)
 
 
-class ScriptModel:
+class ScriptModel(StandIn):
     """A model that puts token script[p] (almost surely) at position p. It reads and writes no KV."""
 
     def __init__(self, script, vocab_size=151_669, max_position_embeddings=128):
-        self.script, self.backend, self.dtype = np.asarray(script), backend_for("cpu"), np.dtype(np.float32)
-        self.config = stand_in_config(vocab_size, max_position_embeddings)
+        super().__init__(np.float32, vocab_size, max_position_embeddings)
+        self.script = np.asarray(script)
 
     def forward(self, tokens, positions, attend):
         return Tensor(np.asarray(positions, np.float32)[:, None])
@@ -85,7 +95,7 @@ def reciting_llm(prompt, text_ids, **options):
     return LLM.from_model(ScriptModel(prompt_ids + list(text_ids)), tokenizer, **options), prompt_ids
 
 
-class HashModel:
+class HashModel(StandIn):
     """A model whose logits are a hash of all tokens so far, read back from the KV cache through the block tables: a
     wrong block, slot or copy changes every later token. `bad(state)` gives the rows whose logits are NaN.
     """
@@ -93,8 +103,8 @@ class HashModel:
     PRIME = 1_048_573
 
     def __init__(self, vocab_size=53, max_position_embeddings=512, bad=None):
-        self.backend, self.dtype, self.bad = backend_for("cpu"), np.dtype(np.float64), bad
-        self.config = stand_in_config(vocab_size, max_position_embeddings)
+        super().__init__(np.float64, vocab_size, max_position_embeddings)
+        self.bad = bad
 
     def forward(self, tokens, positions, attend):
         (k_cache, _), tables = attend.kv[0], np.asarray(attend.block_tables)

@@ -1,40 +1,30 @@
 """Host time of a decode step, without model and draw: python tests/engine/host_time.py [rows …]
 
 The stand-in model computes nothing and the draw gives zeros, so what is left is the engine's own work. Times are the
-least and the median of many steps; compare numbers of one machine only. Runs on older commits too.
+least and the median of many steps; compare numbers of one machine only.
 """
 
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1])]
 
-from cukit import SamplingParams
-from cukit.autograd import Tensor
-from cukit.backend import backend_for
-from cukit.engine.llm import LLM
+from cukit import SamplingParams  # noqa: E402
+from cukit.autograd import Tensor  # noqa: E402
+from cukit.engine.llm import LLM  # noqa: E402
+from engine.helpers import StandIn  # noqa: E402
 
 STEPS, PROMPT, BLOCK = 400, 30, 16
 
 
-class NoModel:
+class NoModel(StandIn):
     """logits are None; see the draw below."""
 
     def __init__(self):
-        self.backend, self.dtype = backend_for("cpu"), np.dtype(np.float32)
-        self.config = SimpleNamespace(
-            vocab_size=100,
-            max_position_embeddings=PROMPT + STEPS + 20,
-            num_hidden_layers=1,
-            hidden_size=1,
-            num_key_value_heads=1,
-            head_dim=1,
-            eos_token_id=None,
-        )
+        super().__init__(np.float32, 100, PROMPT + STEPS + 20)
 
     def forward(self, tokens, positions, attend):
         return Tensor(np.zeros((len(tokens), 1), np.float32))

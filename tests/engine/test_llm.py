@@ -8,7 +8,8 @@ import pytest
 
 from cukit import SamplingParams
 from cukit.engine.llm import LLM
-from cukit.engine.text import CompletionText, StopTexts, completion_text
+from cukit.engine.text import CompletionText, StopTexts
+from cukit.tokenizer import text_after
 
 from .helpers import (
     GOLDEN,
@@ -160,7 +161,7 @@ def test_completion_text_piece_by_piece_equals_at_once():
         for token in completion:
             growing.push(token)
         growing.finish()
-        assert growing.text == completion_text(tokenizer, prompt, completion)
+        assert growing.text == text_after(tokenizer, prompt, completion)
 
 
 def test_text_prompts_chat_and_outputs():
