@@ -7,33 +7,34 @@ import cupy as cp
 from .device import empty
 from .loader import load
 
-THREADS, TOKENS_A_BLOCK, NUM_SUMS = 256, 1024, 5  # as in the kernel file
 LOSSES = {"clip": 0, "cispo": 1}
+MAX_LOG_RATIO = 20.0  # as on the NumPy shelf
 
 
 def policy_loss_forward(new, old, ref, advantages, weights, cu_seqlens, kind, eps_low, eps_high, delta, beta, bias_kl):
-    """The loss (a 0-d array), dlogps (N,) = dloss/dnew, and stats (5,): the sums that ops.policy_loss.STATS names.
+    """The loss (a 0-d array), dlogps (N,) = dloss/dnew, and stats (6,): the sums that ops.policy_loss.STATS names.
 
     new float32, old, ref, advantages, weights (N,); ref may be None if beta is 0. A token of weight 0 takes no part, in
     the statistics neither. cu_seqlens (B+1): one ratio a sequence, exp(mean log_ratio) (GSPO); None: one a token. At
     sequence level the clip statistics count sequences, empty ones included. bias_kl: the k3 term is multiplied by the
-    ratio.
+    ratio. Log-ratios are held within ±MAX_LOG_RATIO before exp; see the NumPy shelf.
     """
     if beta and ref is None:
         raise ValueError(f"beta={beta} needs the reference model's log-probabilities: give ref, or beta=0")
+    kernels = load("policy_loss")
+    threads, tokens_a_block, num_sums = kernels.constants("policy_loss_geometry", 3)
     num_tokens, sequence_level = new.size, cu_seqlens is not None
     num_sequences = cu_seqlens.size - 1 if sequence_level else -1
-    num_segments = num_sequences if sequence_level else -(-num_tokens // TOKENS_A_BLOCK)
+    num_segments = num_sequences if sequence_level else -(-num_tokens // tokens_a_block)
     old, ref, advantages, weights = (
         None if x is None else cp.ascontiguousarray(x, cp.float32) for x in (old, ref, advantages, weights)
     )
     cu_seqlens = cp.ascontiguousarray(cu_seqlens, cp.int32) if sequence_level else None
-    loss, stats, dlogps = empty((), cp.float32), empty((5,), cp.float64), empty(new.shape, cp.float32)
-    partials = empty((num_segments, NUM_SUMS), cp.float64)
-    kernels = load("policy_loss")
+    loss, stats, dlogps = empty((), cp.float32), empty((6,), cp.float64), empty(new.shape, cp.float32)
+    partials = empty((num_segments, num_sums), cp.float64)
     kernels.policy_loss_segments(
         num_segments,
-        THREADS,
+        threads,
         dlogps,
         partials,
         cp.ascontiguousarray(new),
@@ -49,7 +50,8 @@ def policy_loss_forward(new, old, ref, advantages, weights, cu_seqlens, kind, ep
         eps_high,
         math.inf if delta is None else delta,
         beta,
+        MAX_LOG_RATIO,
         int(bool(bias_kl)),
     )
-    kernels.policy_loss_sums(1, THREADS, loss, stats, partials, num_segments, num_sequences)
+    kernels.policy_loss_sums(1, threads, loss, stats, partials, num_segments, num_sequences)
     return loss, dlogps, stats
