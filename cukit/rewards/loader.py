@@ -59,12 +59,15 @@ def call_reward(
     completions: Sequence,
     completion_ids: Sequence[Sequence[int]],
     columns: dict[str, list],
+    prompt_ids: Sequence[Sequence[int]] | None = None,
+    prompt_text: Sequence[str] | None = None,
 ) -> list[float | None]:
     """Call a reward and check it: as many values as completions, each None or a finite number.
 
     Whatever the reward raises comes out as a ValueError that names it, with the original chained.
     """
     keywords = {**columns, "prompts": prompts, "completions": completions, "completion_ids": completion_ids}
+    keywords |= {"prompt_ids": prompt_ids, "prompt_text": prompt_text}
     try:
         values = function(**keywords)
     except Exception as error:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import signal
 import threading
 from abc import ABC, abstractmethod
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from ..runs import checkpoint
 from ..runs.folder import open_run_folder, write_run_config
 from ..runs.metrics import MetricsLogger, Timer
 from ..runs.progress import Progress
+from ..runs.signals import RunStopped
 from ..tokenizer import Tokenizer
 
 # In a logged row these are the newest value; every other metric is the mean over the steps since the last row.
@@ -62,7 +64,7 @@ class Trainer(ABC):
         dtype="auto",
     ):
         self.args, self.callbacks = args, list(callbacks)
-        self.run_folder = self.optimizer = self.logger = self.progress = None
+        self.run_folder = self.optimizer = self.logger = self.progress = self._stop = None
         device, dtype = (
             chosen if chosen != "auto" else given for chosen, given in ((device, args.device), (dtype, args.dtype))
         )
@@ -141,7 +143,12 @@ class Trainer(ABC):
         self._open_run(resume)
         last_row = {}
         window = _Window()
-        with Progress(self.total_steps, self.label, self.global_step) as self.progress, _StopSignal() as stop:
+        with (
+            Progress(self.total_steps, self.label, self.global_step) as self.progress,
+            _StopSignal() as stop,
+            suppress(RunStopped),
+        ):
+            self._stop = stop
             if self.args.eval_on_start and self.global_step == 0:
                 self.evaluate()
             self.timer.pop()
@@ -186,6 +193,15 @@ class Trainer(ABC):
         """Write a Hugging Face model folder: config.json, model.safetensors and the tokenizer's files."""
         save_model(self.model, folder)
         self.tokenizer.save(folder)
+
+    def stop_requested(self) -> bool:
+        """Whether Ctrl-C or SIGTERM came: long phases may end early."""
+        return self._stop is not None and self._stop.requested
+
+    def raise_if_stopped(self):
+        """RunStopped if a stop was asked for: for phases that change nothing until they are through."""
+        if self.stop_requested():
+            raise RunStopped
 
     # ---- one step ----
 

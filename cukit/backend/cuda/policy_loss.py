@@ -8,16 +8,29 @@ from .device import empty
 from .loader import load
 
 LOSSES = {"clip": 0, "cispo": 1}
-MAX_LOG_RATIO = 20.0  # as on the NumPy shelf
 
 
-def policy_loss_forward(new, old, ref, advantages, weights, cu_seqlens, kind, eps_low, eps_high, delta, beta, bias_kl):
+def policy_loss_forward(
+    new,
+    old,
+    ref,
+    advantages,
+    weights,
+    cu_seqlens,
+    kind,
+    eps_low,
+    eps_high,
+    delta,
+    beta,
+    bias_kl,
+    max_log_ratio=20.0,
+):
     """The loss (a 0-d array), dlogps (N,) = dloss/dnew, and stats (6,): the sums that ops.policy_loss.STATS names.
 
     new float32, old, ref, advantages, weights (N,); ref may be None if beta is 0. A token of weight 0 takes no part, in
     the statistics neither. cu_seqlens (B+1): one ratio a sequence, exp(mean log_ratio) (GSPO); None: one a token. At
     sequence level the clip statistics count sequences, empty ones included. bias_kl: the k3 term is multiplied by the
-    ratio. Log-ratios are held within ±MAX_LOG_RATIO before exp; see the NumPy shelf.
+    ratio. Log-ratios are held within ±max_log_ratio before exp; see the NumPy shelf.
     """
     if beta and ref is None:
         raise ValueError(f"beta={beta} needs the reference model's log-probabilities: give ref, or beta=0")
@@ -50,7 +63,7 @@ def policy_loss_forward(new, old, ref, advantages, weights, cu_seqlens, kind, ep
         eps_high,
         math.inf if delta is None else delta,
         beta,
-        MAX_LOG_RATIO,
+        max_log_ratio,
         int(bool(bias_kl)),
     )
     kernels.policy_loss_sums(1, threads, loss, stats, partials, num_segments, num_sequences)

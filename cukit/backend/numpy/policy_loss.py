@@ -4,9 +4,9 @@ loss = Σ weight_t · ℓ_t, where the weights say how the method averages (cuki
 function of log_ratio = new − old, the advantage and new. A new loss is one function in LOSSES. Statistics are float32
 or better.
 
-log_ratio (at sequence level its mean) is held within ±MAX_LOG_RATIO before exp, and the reference's x = ref − new below
-MAX_LOG_RATIO; a term with a factor that is held there has gradient 0. x has no lower bound: k3 grows only linearly there, and that is where
-the KL has to pull. CISPO's factor is a constant, so holding the ratio takes no gradient from it.
+log_ratio (at sequence level its mean) is held within ±max_log_ratio before exp, and the reference's x = ref − new below
+it; a term with a factor that is held there has gradient 0. x has no lower bound: k3 grows only linearly there, and that
+is where the KL has to pull. CISPO's factor is a constant, so holding the ratio takes no gradient from it.
 
 PPO's clip: Schulman 2017; DAPO's higher upper bound: Yu 2025; two-sided (delta): INTELLECT-2; CISPO: MiniMax-M1;
 sequence level: GSPO.
@@ -15,8 +15,6 @@ sequence level: GSPO.
 import numpy as np
 
 from .device import accumulator
-
-MAX_LOG_RATIO = 20.0  # exp(20) = 4.9e8, and its square, are far inside float32
 
 
 def _clipped_surrogate(log_ratio, new, advantages, eps_low, eps_high, delta):
@@ -47,7 +45,21 @@ def _k3(x):
     return np.expm1(x) - x, -np.expm1(x)
 
 
-def policy_loss_forward(new, old, ref, advantages, weights, cu_seqlens, kind, eps_low, eps_high, delta, beta, bias_kl):
+def policy_loss_forward(
+    new,
+    old,
+    ref,
+    advantages,
+    weights,
+    cu_seqlens,
+    kind,
+    eps_low,
+    eps_high,
+    delta,
+    beta,
+    bias_kl,
+    max_log_ratio=20.0,
+):
     """The loss (a 0-d array), dlogps (N,) = dloss/dnew, and stats (6,): the sums that ops.policy_loss.STATS names.
 
     new, old, ref, advantages, weights (N,); ref may be None if beta is 0. A token of weight 0 takes no part, in the
@@ -62,15 +74,15 @@ def policy_loss_forward(new, old, ref, advantages, weights, cu_seqlens, kind, ep
     log_ratio = np.subtract(new, old, where=used, out=np.zeros_like(new))
     if cu_seqlens is not None:
         log_ratio = _sequence_mean(log_ratio, used, cu_seqlens)
-    held = np.abs(log_ratio) > MAX_LOG_RATIO  # not NaN, which must come through
-    extreme, log_ratio = held, np.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+    held = np.abs(log_ratio) > max_log_ratio  # not NaN, which must come through
+    extreme, log_ratio = held, np.clip(log_ratio, -max_log_ratio, max_log_ratio)
     used_new = np.where(used, new, 0)
     per_token, dlog_ratio, dnew, low, high = LOSSES[kind](log_ratio, used_new, advantages, eps_low, eps_high, delta)
     kl_sum = 0.0
     if beta:
         x = np.subtract(ref.astype(acc, copy=False), new, where=used, out=np.zeros_like(new))
-        too_far = x > MAX_LOG_RATIO
-        kl, dkl = _k3(np.minimum(x, MAX_LOG_RATIO))
+        too_far = x > max_log_ratio
+        kl, dkl = _k3(np.minimum(x, max_log_ratio))
         extreme, dkl = extreme | too_far, np.where(too_far, 0, dkl)
         if bias_kl:
             ratio = np.exp(log_ratio)
