@@ -164,7 +164,7 @@ class Trainer(ABC):
                 ):
                     last_row = self._log(window.pop())
                 self._evaluate_and_save_if_due(stop.requested)
-        self.progress = None
+        self.progress = self._stop = None
         self.logger.close()
         if self.global_step < self.total_steps:
             print(
