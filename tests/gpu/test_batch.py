@@ -1,4 +1,4 @@
-"""The packed batch on the GPU: rows read on into those that follow, uploaded once, with the bits of rows packed alone."""
+"""The packed batch on the GPU: rows read on into those that follow, with the bits of rows that are packed alone."""
 
 import numpy as np
 import pytest
