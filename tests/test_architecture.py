@@ -33,6 +33,7 @@ LAYERS = {
     "bench": BELOW_ENGINE | BESIDE | {"cukit", "engine", "trainers"},
     "commands": BELOW_ENGINE | BESIDE | {"cukit", "engine", "trainers", "bench"},
     "cukit": set(),
+    "__main__": {"cukit_cli"},
     "cukit_cli": BELOW_ENGINE | BESIDE | {"cukit", "commands", "engine", "trainers", "bench"},
 }
 RUNTIME_LIBRARIES = {

@@ -1,7 +1,7 @@
 """The configuration dataclasses: both styles of config.json, what is refused, and the checks' one-line errors."""
 
 import json
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import pytest
 
@@ -158,12 +158,8 @@ def test_defaults_are_those_of_trl():
         0.0,
         0.2,
     )
-    assert (grpo.epsilon_high, grpo.scale_rewards, grpo.generation_batch_size, grpo.steps_per_generation) == (
-        0.2,
-        "group",
-        8,
-        1,
-    )
+    assert (grpo.epsilon_high, grpo.scale_rewards, grpo.generation_batch_size) == (None, "group", None)
+    assert (grpo.generation_size, grpo.num_slices, grpo.sampling_params().temperature) == (8, 1, 1.0)
     assert (sft.learning_rate, sft.max_length, sft.packing, sft.completion_only_loss) == (2e-5, 1024, False, None)
     assert (sft.seed, sft.lr_scheduler_type, sft.logging_steps, sft.num_train_epochs) == (42, "linear", 10, 3.0)
 
@@ -171,8 +167,8 @@ def test_defaults_are_those_of_trl():
 def test_generation_batch_follows_from_either_option():
     by_steps = GRPOConfig(per_device_train_batch_size=4, gradient_accumulation_steps=2, steps_per_generation=4)
     by_size = GRPOConfig(per_device_train_batch_size=4, gradient_accumulation_steps=2, generation_batch_size=16)
-    assert by_steps == by_size
-    assert GRPOConfig(per_device_train_batch_size=4, gradient_accumulation_steps=6).generation_batch_size == 24
+    assert (by_steps.generation_size, by_steps.num_slices) == (by_size.generation_size, by_size.num_slices) == (16, 2)
+    assert GRPOConfig(per_device_train_batch_size=4, gradient_accumulation_steps=6).generation_size == 24
 
 
 def test_short_forms_of_trainer_options():
@@ -180,7 +176,8 @@ def test_short_forms_of_trainer_options():
     assert GRPOConfig(scale_rewards=False).scale_rewards == "none"
     assert GRPOConfig(reward_funcs="gsm8k").reward_funcs == ["gsm8k"]
     assert SFTConfig(bf16=True).dtype == "bfloat16"
-    assert SFTConfig(eval_steps=5).eval_strategy == "steps"
+    assert SFTConfig(bf16=False).dtype == "float32"  # as TRL
+    assert SFTConfig(eval_steps=5).evaluates == "steps" and SFTConfig().evaluates == "no"
 
 
 @pytest.mark.parametrize(
@@ -222,4 +219,4 @@ def test_rollout_sampling_is_the_trainers():
 
 @pytest.mark.parametrize("config", [EngineConfig, SamplingParams, SFTConfig, GRPOConfig])
 def test_every_option_has_a_help_text(config):
-    assert [item.name for item in fields(config) if not item.metadata.get("help")] == []
+    assert [name for name, item in config.options().items() if not item.help or not item.group] == []

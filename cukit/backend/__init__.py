@@ -1,8 +1,17 @@
 """Where arrays live: the only place that asks. A backend is a module; numpy/ and cuda/ have equal public names."""
 
+import ctypes.util
+import glob
+import importlib.util
+import logging
+import os
+import shutil
 from importlib import import_module
 from types import ModuleType
 
+logger = logging.getLogger(__name__)
+INSTALL_CUPY = "pip install 'cukit[cuda13]' (driver 580 or newer) or 'cukit[cuda12]'"
+_said: set[str] = set()
 _module_of_type: dict[type, ModuleType] = {}
 
 
@@ -26,7 +35,10 @@ def backend_for(device: str) -> ModuleType:
     if device not in ("auto", "cpu", "cuda"):
         raise ValueError(f"device {device!r} is not known: choose auto, cpu or cuda")
     if device == "auto":
-        device = "cpu" if cuda_problem() else "cuda"
+        problem = cuda_problem()
+        if problem and card_present():
+            _say_once(f"the CPU is used although an NVIDIA card is present: {problem}")
+        device = "cpu" if problem else "cuda"
     elif device == "cuda" and (problem := cuda_problem()):
         raise ValueError(f"device 'cuda' cannot be used: {problem}; use --device cpu")
     return _load(device)
@@ -36,16 +48,41 @@ def cuda_problem() -> str | None:
     """Why the CUDA backend cannot run here in one phrase, or None if it can. Does not import CuPy unless there is a
     driver.
     """
-    import ctypes.util
-    import importlib.util
-
     if importlib.util.find_spec("cukit.backend.cuda") is None:
         return "this version has no CUDA kernels yet"
-    if ctypes.util.find_library("cuda") is None:
-        return "no NVIDIA driver was found"
+    if not _driver_present():
+        return "no NVIDIA driver was found (libcuda.so.1)"
     if importlib.util.find_spec("cupy") is None:
-        return "CuPy is not installed (pip install 'cukit[cuda12]' or 'cukit[cuda13]')"
-    return _load("cuda").problem()
+        return f"CuPy is not installed: {INSTALL_CUPY}"
+    try:
+        return _load("cuda").problem()
+    except Exception as error:  # CuPy raises what its libraries raise: ImportError, OSError, RuntimeError, …
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        return f"CuPy is installed but does not work ({reason}): {INSTALL_CUPY}"
+
+
+def card_present() -> bool:
+    """Whether this machine has an NVIDIA card that the user has not hidden, asked without CuPy."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        return False
+    files = (*glob.glob("/dev/nvidia[0-9]*"), *glob.glob("/proc/driver/nvidia/gpus/*"))
+    return bool(files) or shutil.which("nvidia-smi") is not None
+
+
+def _driver_present() -> bool:
+    if ctypes.util.find_library("cuda") or ctypes.util.find_library("nvcuda"):
+        return True
+    try:
+        ctypes.CDLL("libcuda.so.1")  # find_library() asks programs that a small container lacks
+    except OSError:
+        return False
+    return True
+
+
+def _say_once(text: str) -> None:
+    if text not in _said:
+        _said.add(text)
+        logger.warning(text)
 
 
 def kernel_compiler() -> ModuleType:
@@ -57,6 +94,14 @@ def kernel_compiler() -> ModuleType:
             f"compiling kernels needs CuPy and NVRTC ({error}): pip install 'cukit[compile]', or "
             f"'cukit[cuda12]' with a GPU"
         ) from None
+
+
+def cuda_versions() -> dict[str, str]:
+    """The CuPy package in use and the versions of NVRTC and cuBLAS; {} where CuPy cannot be imported."""
+    try:
+        return import_module("cukit.backend.cuda.versions").library_versions()
+    except Exception:  # cuda_problem() says what is wrong
+        return {}
 
 
 def _load(device: str) -> ModuleType:

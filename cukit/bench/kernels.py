@@ -5,6 +5,7 @@ they set.
 from __future__ import annotations
 
 import difflib
+import logging
 
 from . import KernelsBench
 from .cases import Case, Workbench, all_cases
@@ -12,6 +13,7 @@ from .measure import Limits, measure_limits, time_calls
 from .report import new_report
 from .subject import Subject, choose_subject
 
+logger = logging.getLogger(__name__)
 CACHE_BYTES = (
     128 << 20
 )  # inputs of this size in turn leave nothing of a call in the cache for the next (an H100 has 50 MB)
@@ -32,7 +34,10 @@ def run(options: KernelsBench) -> dict:
         "copy_gb_per_s": limits.bytes_per_second / 1e9,
         "product_tflop_per_s": limits.flops_per_second / 1e12,
     }
-    report["rows"] = [_measure(case, subject, limits, min_seconds, options.repeats) for case in cases]
+    report["rows"] = []
+    for number, case in enumerate(cases, start=1):
+        logger.info("%d of %d: %s (%s)", number, len(cases), case.name, case.shape)
+        report["rows"].append(_measure(case, subject, limits, min_seconds, options.repeats))
     return report
 
 

@@ -1,156 +1,186 @@
-"""Options of a command line from the fields of dataclasses: names, types, help, YAML files, one-line errors."""
+"""Options of a command: from its classes, the command line, YAML files and recipes; and where bundled files lie."""
 
-import argparse
-import difflib
-import json
 import sys
-import types
 from collections.abc import Callable
-from dataclasses import MISSING, Field, dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn, get_args, get_origin
+from typing import Any, TypeVar
 
 import yaml
 
 import cukit
 
-from ..engine.config import EngineConfig
+from ..options import Option, Options, nearest
+from ..rewards import BUILTIN_REWARDS
+from . import help, trl_names
+from .argv import from_text, option_name, parsed, split_words
 
-METAVARS = {int: "N", float: "X", bool: "true|false", dict: "JSON", list[float]: "X"}
+MadeOptions = TypeVar("MadeOptions", bound=Options)
+CONFIG = Option("config", str, None, "a YAML file of options", (), "files", None)
+HELP = Option("help", bool, False, "show the options", (), "files", None)
 
 
 @dataclass(frozen=True)
 class Command:
     """One subcommand and where its options come from."""
 
-    run: Callable[[dict], int | None]  # the values of its options -> exit code
+    run: Callable[[dict[str, Any]], int | None]  # the values of its options -> exit code
     help: str
-    parts: tuple[type, ...]  # the dataclasses whose fields are its options; the first to have a name wins
-    without: tuple[str, ...] = ()  # fields that are no options here
+    parts: tuple[type[Options], ...]  # the classes of its options
+    examples: tuple[str, ...] = ()
     recipe: str | None = None  # runs without --config and --model
     bundled: dict[str, Any] = field(default_factory=dict)  # stands in for what neither options nor --config name
 
 
-class Parser(argparse.ArgumentParser):
-    """argparse with one-line errors and, for an unknown option, the nearest known one."""
+def parse(commands: dict[str, Command], argv: list[str]) -> tuple[str, dict[str, Any]]:
+    """-> (name of the subcommand, the options that were given, with the types of their fields).
 
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(message)
-
-
-def parse(commands: dict[str, Command], argv: list[str]) -> tuple[str, dict]:
-    """-> (name of the subcommand, the options that were given, with the types of their fields)."""
-    parser = Parser(
-        prog="cukit",
-        description="Train and run language models without PyTorch.",
-        allow_abbrev=False,
-        usage="cukit COMMAND [--option value ...]",
-        epilog="cukit COMMAND --help shows a command's options.",
-    )
-    parser.add_argument("--version", action="version", version=f"cukit {cukit.__version__}")
-    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, command in commands.items():
-        add_options(
-            subparsers.add_parser(
-                name,
-                help=command.help,
-                description=command.help.capitalize() + ".",
-                usage=f"cukit {name} [--option value ...]",
-                allow_abbrev=False,
-            ),
-            command,
-        )
-    argv = _joined(commands, argv)
-    if argv and not argv[0].startswith("-") and argv[0] not in commands:
-        raise ValueError(
-            f"unknown command {argv[0]!r}{nearest(argv[0], commands)}; the commands are {', '.join(commands)}"
-        )
-    namespace, unknown = parser.parse_known_args([_underscored(word) for word in argv] or ["--help"])
-    given = vars(namespace)
-    name = given.pop("command")
+    --help and --version print and raise SystemExit(0).
+    """
+    if not argv or argv[0] in ("-h", "--help"):
+        _show(help.overview(commands))
+    if argv[0] == "--version":
+        _show(f"cukit {cukit.__version__}")
+    name, words = _command_of(commands, argv)
+    command, known = commands[name], command_options(commands[name])
+    accepted = known | ({"config": CONFIG} if command.parts else {}) | {"help": HELP}
+    found, unknown = split_words([_canonical(word, known) for word in words], accepted)
+    if found.pop("help", None):
+        _show(help.of_command(name, command, known))
     if unknown:
-        word = unknown[0].partition("=")[0]
-        known = [*command_fields(commands[name]), "config"]
-        raise ValueError(f"unknown option {word}{nearest(word.lstrip('-'), known, '--')}")
-    return name, coerce_all(commands[name], given, "--")
+        raise ValueError(trl_names.explain(unknown, known, "", "--"))
+    config = found.pop("config", None)
+    given = coerce_all(command, found, "--")
+    return name, given if config is None else given | {"config": config}
 
 
-def _joined(commands: dict[str, Command], argv: list[str]) -> list[str]:
-    """The two words of a command such as `kernels build` as one."""
-    seconds = [name.partition(" ")[2] for name in commands if argv and name.startswith(f"{argv[0]} ")]
-    if not seconds:
-        return argv
-    if len(argv) < 2 or argv[1] not in seconds:
-        given = f", got {argv[1]!r}" if len(argv) > 1 else ""
-        raise ValueError(f"{argv[0]} must be followed by {', '.join(seconds)}{given}; each has its own --help")
-    return [f"{argv[0]} {argv[1]}", *argv[2:]]
+def _show(text: str) -> None:
+    print(text)
+    raise SystemExit(0)
 
 
-def _underscored(word: str) -> str:
-    """--max-steps=3 -> --max_steps=3"""
-    name, equals, value = word.partition("=")
-    return "--" + name[2:].replace("-", "_") + equals + value if word.startswith("--") else word
+def _command_of(commands: dict[str, Command], argv: list[str]) -> tuple[str, list[str]]:
+    """(name, the words after it); a command such as `kernels build` has two words."""
+    first = argv[0]
+    seconds = [name.partition(" ")[2] for name in commands if name.startswith(f"{first} ")]
+    if seconds:
+        if len(argv) > 1 and argv[1] in ("-h", "--help"):
+            _show(help.family(first, commands))
+        if len(argv) < 2 or argv[1] not in seconds:
+            given = f", got {argv[1]!r}" if len(argv) > 1 else ""
+            raise ValueError(f"{first} must be followed by {', '.join(seconds)}{given}; each has its own --help")
+        return f"{first} {argv[1]}", argv[2:]
+    if first not in commands:
+        hint = "the command comes first" if first.startswith("-") else f"the commands are {', '.join(commands)}"
+        raise ValueError(f"unknown command {first!r}{nearest(first, commands)}; {hint}")
+    return first, argv[1:]
 
 
-def add_options(parser: argparse.ArgumentParser, command: Command) -> None:
-    if command.parts:
-        parser.add_argument(
-            "--config",
-            default=argparse.SUPPRESS,
-            metavar="FILE",
-            help="YAML file of options; options given here override it",
-        )
-    for name, item in command_fields(command).items():
-        kind = without_none(item.type)
-        more = {"nargs": "?", "const": "true"} if kind is bool else {"nargs": "+"} if get_origin(kind) is list else {}
-        choices = item.metadata.get("choices")
-        default = default_of(item)
-        text = item.metadata.get("help", "") + (f" ({', '.join(choices)})" if choices else "")
-        text += "" if default is None else f" [{default}]"
-        parser.add_argument(
-            f"--{name}",
-            default=argparse.SUPPRESS,
-            help=text.replace("%", "%%"),
-            metavar=METAVARS.get(kind, "TEXT"),
-            **more,
-        )
+def _canonical(word: str, known: dict[str, Option]) -> str:
+    """TRL's name of an option as cukit's; everything else as it is."""
+    name = option_name(word)
+    if name in trl_names.TAKEN and name not in known and trl_names.TAKEN[name] in known:
+        equals, value = word.partition("=")[1:]
+        return f"--{trl_names.TAKEN[name]}{equals}{value}"
+    return word
 
 
-def resolve(command: Command, given: dict) -> dict:
-    """All values of a run: bundled recipe or --config, then what was given, then the bundled files (said aloud)."""
+def resolve(command: Command, given: dict[str, Any]) -> dict[str, Any]:
+    """All values of a run: bundled recipe or --config, then what was given, then the bundled files (said aloud).
+
+    What is given later wins, also over an option that it excludes.
+    """
     given = dict(given)
     path = given.pop("config", None)
     if path is None and given.get("resume_from_checkpoint"):
         path, given = resumed_config(given)
-    if path is None and command.recipe and "model" not in given:
+    own_data = given.get("data") is not None and not _is_bundled(given["data"])
+    earlier: dict[str, Any] = {}
+    if path is not None:
+        earlier = read_yaml(command, path)
+    elif command.recipe and "model" not in given:
         path = bundled(command.recipe)
-        print(f"recipe: {path}", file=sys.stderr)
-    values = (read_yaml(command, path) if path else {}) | given
+        say(f"recipe: {path}")
+        # the recipe's reward and held-out rows belong to the recipe's data
+        left_out = ("reward_funcs", "reward_weights", "eval_data", "eval_steps") if own_data else ()
+        earlier = {name: value for name, value in read_yaml(command, path).items() if name not in left_out}
+    values = earlier | given
+    for part in command.parts:
+        earlier = part.merged(earlier, given)
+        values = earlier
     if path and command.recipe and not values.get("model"):
         raise ValueError(f"{path} names no model; add 'model:' or give --model")
-    own_data = values.get("data") is not None
-    for name, value in command.bundled.items():
-        if values.get(name) is None and not (name == "eval_data" and own_data):
-            values[name] = value
-            print(f"{name}: {value} (bundled; choose with --{name})", file=sys.stderr)
+    _fill_in(command, values)
     for name in ("model", "data", "eval_data"):
         if values.get(name):
             values[name] = bundled(values[name])
+    if values.get("model"):
+        values["model"] = model_of(values["model"])
+    for name in ("data", "eval_data"):
+        _refuse_hub_name(name, values.get(name))
     return values
+
+
+def _refuse_hub_name(name: str, path: str | None) -> None:
+    if path and path.count("/") == 1 and not Path(path).exists() and not Path(path).parent.is_dir():
+        raise ValueError(
+            f"{name} {path!r} is no file here; data sets of the Hugging Face hub are not fetched yet: give a JSONL file"
+        )
+
+
+def _fill_in(command: Command, values: dict[str, Any]) -> None:
+    """The bundled files for what is not given, said aloud. A reward is never guessed for data of the user's own."""
+    own_data = values.get("data") is not None and not _is_bundled(values["data"])
+    for name, value in command.bundled.items():
+        if values.get(name) is not None or (name == "eval_data" and own_data):
+            continue
+        if name == "reward_funcs" and own_data:
+            raise ValueError(
+                f"reward_funcs is not given, and a reward is never guessed for your own data ({values['data']}): "
+                f"choose --reward_funcs {', '.join(BUILTIN_REWARDS)} or path/file.py:function"
+            )
+        values[name] = value
+        say(f"{name}: {value} (bundled; choose with --{name})")
+
+
+def _is_bundled(path: str) -> bool:
+    """Whether these are rows of the bundled task."""
+    return any(Path(bundled(path)).resolve().is_relative_to((root / "arithmetic").resolve()) for root in _data_roots())
 
 
 def bundled(path: str) -> str:
     """A path that begins with data/ and is not in the working directory means cukit's own data (checkout or wheel)."""
     if path.startswith("data/") and not Path(path).exists():
-        package = Path(cukit.__file__).parent
-        for root in (package.parent / "data", package / "data_files"):
+        for root in _data_roots():
             if (root / path.removeprefix("data/")).exists():
                 return str(root / path.removeprefix("data/"))
     return path
 
 
-def resumed_config(given: dict) -> tuple[str | None, dict]:
-    """A resumed run goes on with its own config.yaml (if it has one), in its own folder."""
+def _data_roots() -> tuple[Path, Path]:
+    package = Path(cukit.__file__).parent
+    return package.parent / "data", package / "data_files"
+
+
+def model_of(path: str) -> str:
+    """A run folder stands for its final model or, before the run has ended, for its newest checkpoint (said aloud)."""
+    from ..runs.checkpoint import latest_checkpoint
+
+    folder = Path(path)
+    if not folder.is_dir() or not any((folder / name).is_file() for name in ("config.yaml", "metrics.jsonl")):
+        return path
+    if (folder / "config.json").is_file():
+        say(f"model: {path} (the final model of this run)")
+        return path
+    newest = latest_checkpoint(folder)
+    if newest is None:
+        raise ValueError(f"{path} is a run folder without a model: its run has saved no checkpoint")
+    say(f"model: {newest} (the newest checkpoint of this run)")
+    return str(newest)
+
+
+def resumed_config(given: dict[str, Any]) -> tuple[str | None, dict[str, Any]]:
+    """A resumed run goes on with its own config.yaml (if it has one), in its own folder; what is given now wins."""
     from ..runs.checkpoint import find_checkpoint
 
     run = find_checkpoint(given["resume_from_checkpoint"], given.get("output_dir")).parent
@@ -159,98 +189,60 @@ def resumed_config(given: dict) -> tuple[str | None, dict]:
     return str(run / "config.yaml"), {"output_dir": str(run)} | given
 
 
-def read_yaml(command: Command, path: str) -> dict:
-    """The options of a YAML file, with the types of their fields; ValueError for a key that is no option."""
+def read_yaml(command: Command, path: str) -> dict[str, Any]:
+    """The options of a YAML file, with the types of their fields; one ValueError for all keys that are no option."""
     path = bundled(path)
     try:
         values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"config {path} cannot be read: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a date that is none, not UTF-8
         raise ValueError(f"config {path} is not YAML: {error}") from error
     if not isinstance(values, dict):
         raise ValueError(f"config {path} must hold 'option: value' lines")
-    for name in values:
-        if name not in command_fields(command):
-            raise ValueError(f"unknown option {name!r} in {path}{nearest(str(name), command_fields(command))}")
-    return coerce_all(command, values, f"{path}: ")
+    known = command_options(command)
+    found: dict[str, Any] = {}
+    unknown: dict[str, Any] = {}
+    for key, value in values.items():
+        name = str(key).replace("-", "_")
+        name = name if name in known else trl_names.TAKEN.get(name, name)
+        if name in found:
+            raise ValueError(f"{path}: {name} is given twice, once as {key}; give only one")
+        (found if name in known else unknown)[name] = value
+    unknown = {name: value for name, value in unknown.items() if not trl_names.asks_for_nothing(name, value)}
+    if unknown:
+        renamed = [key for key in map(str, values) if key in trl_names.TAKEN and trl_names.TAKEN[key] in found]
+        raise ValueError(trl_names.explain(unknown, known, f" in {path}", "", renamed))
+    return coerce_all(command, found, f"{path}: ")
 
 
-def command_fields(command: Command) -> dict[str, Field]:
-    found: dict[str, Field] = {}
+def command_options(command: Command) -> dict[str, Option]:
+    """Flat name -> option; TypeError for a name that two of the command's classes have."""
+    found: dict[str, Option] = {}
     for part in command.parts:
-        for item in fields(part):
-            if item.name not in command.without:
-                found.setdefault(item.name, item)
+        if both := found.keys() & part.options().keys():
+            raise TypeError(f"{command.help}: two classes have the option {min(both)!r}")
+        found |= part.options()
     return found
 
 
-def make(cls: type, values: dict):
-    """`cls` from those of `values` that are its fields."""
-    return cls(**{item.name: values[item.name] for item in fields(cls) if item.name in values})
+def make(cls: type[MadeOptions], values: dict[str, Any]) -> MadeOptions:
+    """`cls` from those of `values` that are its options."""
+    return cls(**{name: values[name] for name in cls.options() if name in values})
 
 
-def engine_options(values: dict) -> dict:
-    """The EngineConfig fields among the values; `seed` is the sampling's."""
-    return {
-        item.name: values[item.name] for item in fields(EngineConfig) if item.name in values and item.name != "seed"
-    }
+def coerce_all(command: Command, values: dict[str, Any], where: str) -> dict[str, Any]:
+    known = command_options(command)
+    for part in command.parts:
+        values = part.respelled({name: _as_object(known[name], value) for name, value in values.items()})
+    return {name: parsed(known[name], value, where) for name, value in values.items()}
 
 
-def default_of(item: Field):
-    return item.default_factory() if item.default_factory is not MISSING else item.default
+def _as_object(item: Option, value: Any) -> Any:
+    """A dict that was given as JSON text: respelled() looks into it."""
+    return from_text(item, value) if item.kind is dict else value
 
 
-def nearest(word: str, known, prefix: str = "") -> str:
-    found = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
-    return f"; did you mean {prefix}{found[0]}?" if found else ""
-
-
-def without_none(kind):
-    """X of `X | None`."""
-    return (
-        next(part for part in get_args(kind) if part is not types.NoneType)
-        if isinstance(kind, types.UnionType)
-        else kind
-    )
-
-
-def coerce_all(command: Command, values: dict, where: str) -> dict:
-    known = command_fields(command)
-    return {name: coerce(known[name], value, where) if name in known else value for name, value in values.items()}
-
-
-def coerce(item: Field, value, where: str):
-    """A command line's or YAML's value as the field's type; ValueError names the option."""
-    if isinstance(item.type, types.UnionType) and (value is None or value in ("none", "null")):
-        return None
-    kind = without_none(item.type)
-    try:
-        return _convert(kind, value, item.metadata.get("choices") or ())
-    except (ValueError, TypeError) as error:
-        expected = {int: "a whole number", float: "a number", bool: "true or false", dict: "a JSON object"}.get(
-            kind, "text"
-        )
-        raise ValueError(f"{where}{item.name} must be {expected}, got {value!r}") from error
-
-
-def _convert(kind, value, choices=()):
-    if get_origin(kind) is list:
-        return [_convert(get_args(kind)[0], part) for part in (value if isinstance(value, list) else [value])]
-    if kind is dict:
-        value = json.loads(value) if isinstance(value, str) else value
-    elif kind is bool and isinstance(value, str):
-        value = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}.get(
-            value.lower(), value
-        )
-    elif kind is int and isinstance(value, str):
-        value = int(value)
-    elif kind is float and isinstance(value, (str, int)) and not isinstance(value, bool):
-        value = float(value)  # YAML reads 1e-4 (without a dot) as text
-    elif kind is str and value is not None:
-        if value is False and "no" in choices:
-            return "no"  # YAML reads a bare no as false
-        return value if isinstance(value, bool) else str(value)  # GRPOConfig.scale_rewards takes a bool
-    if kind is int and isinstance(value, bool) or not isinstance(value, kind):
-        raise TypeError
-    return value
+def say(text: str) -> None:
+    """A line on stderr about what a command takes."""
+    print(text, file=sys.stderr)

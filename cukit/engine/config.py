@@ -1,80 +1,88 @@
 """The engine's limits, and how the completions of a prompt are drawn."""
 
-from dataclasses import dataclass
-
-from ..options import check_choices, check_range, option, require
+from ..options import LARGEST_SEED, Options, check_choices, check_range, option, require
 
 
-@dataclass
-class EngineConfig:
+class EngineConfig(Options):
     """The rollout engine's limits."""
 
+    group = "engine"
     max_model_len: int | None = option(None, "longest prompt + completion in tokens; default: the model's own limit")
     max_num_seqs: int = option(256, "sequences that decode together")
     max_num_batched_tokens: int = option(8192, "token budget of one engine step; long prompts are prefilled in chunks")
     block_size: int = option(16, "tokens in a block of the KV cache")
     num_kv_blocks: int | None = option(None, "blocks in the KV cache; default: what the memory allows")
-    gpu_memory_utilization: float = option(0.9, "share of the device's memory that the engine may use")
+    gpu_memory_utilization: float = option(
+        0.9, "share of the device's whole memory that this process may use in all: weights, training states, KV cache"
+    )
     enforce_eager: bool = option(False, "decode without CUDA graphs")
     exact: str = option(
         "auto",
-        "log-probs of decoding equal training's in every bit (cuda): auto says where that fails, true raises, "
-        "false does not "
-        "care",
+        "log-probs of decoding equal training's in every bit (cuda): auto says where that fails, true raises there, "
+        "false does without",
         ("auto", "true", "false"),
     )
     enable_prefix_caching: bool = option(True, "share the KV cache of equal prompt beginnings")
     seed: int = option(0, "seed of requests that bring none")
 
-    def __post_init__(self):
-        if isinstance(self.exact, bool):
-            self.exact = str(self.exact).lower()
+    def __post_init__(self) -> None:
         check_choices(self)
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "num_kv_blocks"):
             check_range(self, name, 1)
         check_range(self, "gpu_memory_utilization", 0, 1, open_low=True)
-        check_range(self, "seed", 0)
+        check_range(self, "seed", 0, LARGEST_SEED)
 
 
-@dataclass
-class SamplingParams:
-    """How the completions of a prompt are drawn; names and meaning as in vLLM."""
+class SamplingOptions(Options):
+    """What generation and training rollouts share; names and meaning as in vLLM."""
 
-    n: int = option(1, "completions per prompt")
-    temperature: float = option(1.0, "0 is greedy")
+    group = "generation"
     top_p: float = option(1.0, "smallest set of tokens with this probability; 1 is off")
     top_k: int = option(0, "the k most probable tokens; 0 (or -1) is off")
-    min_p: float = option(0.0, "tokens at least this probable relative to the best; 0 is off")
     repetition_penalty: float = option(1.0, "above 1 makes tokens seen in prompt or completion less probable")
-    max_tokens: int = option(512, "longest completion in tokens")
     min_tokens: int = option(0, "no stop before this many tokens")
     stop: list[str] | None = option(None, "texts that end a completion (cut from the text, kept in token_ids)")
     stop_token_ids: list[int] | None = option(None, "further token ids that end a completion")
     ignore_eos: bool = option(False, "go on after the end-of-text token")
+
+    def __post_init__(self) -> None:
+        if self.stop is None:
+            self.stop = []
+        if self.stop_token_ids is None:
+            self.stop_token_ids = []
+        if self.top_k == -1:
+            self.top_k = 0
+        for name in ("top_k", "min_tokens"):
+            check_range(self, name, 0)
+        check_range(self, "top_p", 0, 1, open_low=True)
+        check_range(self, "repetition_penalty", 0, open_low=True)
+        for text in self.stop or ():
+            require(text != "", f"stop must hold non-empty texts, got {text!r}")
+        for token in self.stop_token_ids or ():
+            require(token >= 0, f"stop_token_ids must hold token ids, got {token!r}")
+
+
+class SamplingParams(SamplingOptions):
+    """How the completions of a prompt are drawn; names and meaning as in vLLM."""
+
+    n: int = option(1, "completions per prompt")
+    temperature: float = option(1.0, "0 is greedy")
+    min_p: float = option(0.0, "tokens at least this probable relative to the best; 0 is off")
+    max_tokens: int = option(512, "longest completion in tokens")
     seed: int | None = option(None, "seed of the draws; completion j uses seed + j")
     logprobs: bool = option(False, "return one log-probability per token")
 
-    def __post_init__(self):
-        self.stop = [self.stop] if isinstance(self.stop, str) else list(self.stop or [])
-        self.stop_token_ids = list(self.stop_token_ids or [])
-        self.top_k = 0 if self.top_k == -1 else self.top_k
+    def __post_init__(self) -> None:
+        super().__post_init__()
         for name, low, high in (
             ("n", 1, None),
             ("temperature", 0, None),
-            ("top_k", 0, None),
             ("min_p", 0, 1),
             ("max_tokens", 1, None),
-            ("min_tokens", 0, None),
-            ("seed", 0, 2**64 - 1),
+            ("seed", 0, LARGEST_SEED),
         ):
             check_range(self, name, low, high)
-        check_range(self, "top_p", 0, 1, open_low=True)
-        check_range(self, "repetition_penalty", 0, open_low=True)
         require(
             self.min_tokens <= self.max_tokens,
             f"min_tokens={self.min_tokens} must not exceed max_tokens={self.max_tokens}",
         )
-        for text in self.stop:
-            require(isinstance(text, str) and text != "", f"stop must hold non-empty texts, got {text!r}")
-        for token in self.stop_token_ids:
-            require(isinstance(token, int) and token >= 0, f"stop_token_ids must hold token ids, got {token!r}")

@@ -1,13 +1,69 @@
 """The shape of a decoder, read from a Hugging Face config.json."""
 
+import logging
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
 from ..options import require
 
+logger = logging.getLogger(__name__)
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 ARCHITECTURES = {"Qwen3ForCausalLM": "qwen3", "Qwen2ForCausalLM": "qwen2", "LlamaForCausalLM": "llama"}
 LLAMA3_ROPE_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+
+# ---- every key of transformers' Qwen3, Qwen2 and Llama configurations ------------------------------------------------
+
+USED = (
+    *("architectures", "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
+    *("num_attention_heads", "num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps"),
+    *("rope_theta", "rope_scaling", "rope_parameters", "original_max_position_embeddings", "tie_word_embeddings"),
+    *("dtype", "torch_dtype", "initializer_range", "eos_token_id", "bos_token_id", "pad_token_id"),
+    # looked at, and refused where they ask for what the decoder does not compute
+    *("hidden_act", "attention_bias", "mlp_bias", "use_sliding_window", "sliding_window", "layer_types"),
+    *("partial_rotary_factor",),
+)
+# These change no number here: how outputs are returned or cached, how sums are cut, dropout (which cukit never
+# applies), what belongs to other heads, and generation's defaults (generation_config.json is read, not these).
+IGNORED = (
+    *("use_cache", "output_attentions", "output_hidden_states", "return_dict", "return_dict_in_generate"),
+    *("torchscript", "use_bfloat16", "chunk_size_feed_forward", "pretraining_tp", "attention_dropout"),
+    *("max_window_layers", "transformers_version", "_name_or_path", "name_or_path", "auto_map", "tokenizer_class"),
+    *("_attn_implementation", "attn_implementation", "id2label", "label2id", "num_labels", "problem_type"),
+    *("finetuning_task", "task_specific_params", "prefix", "sep_token_id", "decoder_start_token_id", "is_decoder"),
+    *("tie_encoder_decoder", "tf_legacy_loss", "max_length", "min_length", "do_sample", "temperature", "top_k"),
+    *("top_p", "typical_p", "repetition_penalty", "length_penalty", "num_beams", "num_return_sequences"),
+)
+# Refused unless neutral: key -> (values that ask for nothing, what it would ask for). The last group is of relatives of
+# these architectures; a file that sets one was made for another computation, whatever its `architectures` says.
+REFUSED: dict[str, tuple[tuple, str]] = {
+    "is_causal": ((True,), "attention in both directions is"),
+    "use_bidirectional_attention": ((False,), "attention in both directions is"),
+    "is_encoder_decoder": ((False,), "an encoder is"),
+    "add_cross_attention": ((False,), "cross attention is"),
+    "pruned_heads": (({}, []), "a model with heads left out is"),
+    "quantization_config": ((), "quantised checkpoints are"),
+    "compression_config": ((), "quantised checkpoints are"),
+    "dual_chunk_attention_config": ((), "attention in two chunks is"),
+    "num_experts": ((0,), "mixture of experts is"),
+    "num_local_experts": ((0,), "mixture of experts is"),
+    "n_routed_experts": ((0,), "mixture of experts is"),
+    "rope_interleaved": ((False,), "rotation of neighbouring pairs is"),
+    "no_rope_layers": (([],), "layers without rotation are"),
+    "no_rope_layer_interval": ((0,), "layers without rotation are"),
+    "attention_chunk_size": ((), "attention within chunks is"),
+    "attn_logit_softcapping": ((), "capped logits are"),
+    "final_logit_softcapping": ((), "capped logits are"),
+    "query_pre_attn_scalar": ((), "another scale of attention is"),
+    "attention_multiplier": ((), "another scale of attention is"),
+    "embedding_multiplier": ((1,), "a scaled embedding is"),
+    "residual_multiplier": ((1,), "a scaled residual is"),
+    "logits_scaling": ((1,), "scaled logits are"),
+    "logit_scale": ((1,), "scaled logits are"),
+    "scale_emb": ((1,), "a scaled embedding is"),
+    "scale_depth": ((), "a scaled residual is"),
+    "dim_model_base": ((), "scaled logits are"),
+}
 
 
 @dataclass(frozen=True)
@@ -37,7 +93,7 @@ class ModelConfig:
     pad_token_id: int | None = None
     raw: dict = field(default_factory=dict, repr=False, compare=False)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for name in (
             "vocab_size",
             "hidden_size",
@@ -73,6 +129,8 @@ class ModelConfig:
         require(isinstance(config, dict), f"config.json must hold an object, got {type(config).__name__}")
         architecture = _read_architecture(config)
         _refuse_unsupported(config, architecture)
+        if unknown := sorted(set(config) - {*USED, *IGNORED, *REFUSED}):
+            logger.info("config.json: not used here, nor by transformers' %s: %s", architecture, ", ".join(unknown))
         required = (
             "vocab_size",
             "hidden_size",
@@ -113,7 +171,7 @@ class ModelConfig:
 
 def _read_architecture(config: dict) -> str:
     by_type = {model_type: name for name, model_type in ARCHITECTURES.items()}
-    names = config.get("architectures") or [by_type.get(config.get("model_type"), config.get("model_type"))]
+    names = config.get("architectures") or [by_type.get(str(config.get("model_type")), config.get("model_type"))]
     require(
         isinstance(names, list) and len(names) == 1 and names[0] in ARCHITECTURES,
         f"config.json: architectures={names!r} is not supported; cukit runs {', '.join(ARCHITECTURES)}",
@@ -123,20 +181,20 @@ def _read_architecture(config: dict) -> str:
 
 def _refuse_unsupported(config: dict, architecture: str) -> None:
     """Name the one key that asks for something the decoder does not compute."""
-    for name in ("num_experts", "num_local_experts", "n_routed_experts"):
-        require(not config.get(name), f"config.json: {name}={config.get(name)!r}: mixture of experts is not supported")
+    for name, (neutral, what) in REFUSED.items():
+        value = config.get(name)
+        require(
+            value is None or value in neutral,
+            f"config.json: {name}={value!r:.80}: {what} not supported",
+        )
     window = config.get("use_sliding_window", architecture == "LlamaForCausalLM" and config.get("sliding_window"))
     require(
         not window,
         f"config.json: use_sliding_window={config.get('use_sliding_window')!r}, "
         f"sliding_window={config.get('sliding_window')!r}: sliding windows are not supported",
     )
-    other = sorted(set(config.get("layer_types") or []) - {"full_attention"})
+    other = sorted(set(map(str, config.get("layer_types") or [])) - {"full_attention"})
     require(not other, f"config.json: layer_types has {', '.join(other)}; only full_attention is supported")
-    require(
-        config.get("quantization_config") is None,
-        "config.json: quantization_config is set; quantised checkpoints are not supported",
-    )
     activation = config.get("hidden_act", "silu")
     require(activation == "silu", f"config.json: hidden_act={activation!r} is not supported; only silu is")
     for name in ("attention_bias", "mlp_bias"):
@@ -147,25 +205,54 @@ def _refuse_unsupported(config: dict, architecture: str) -> None:
 
 
 def _read_rope(config: dict) -> tuple[float, dict | None]:
-    """-> (rope_theta, None or the llama3 scaling with its rope_type)."""
-    key = "rope_parameters" if config.get("rope_parameters") is not None else "rope_scaling"
-    rope = config.get(key) or {}
+    """-> (rope_theta, None or the llama3 scaling with its rope_type).
+
+    transformers 4 writes rope_theta and rope_scaling, transformers 5 rope_parameters. Where a file has several of them,
+    versions differ in which one they take, so they must agree.
+    """
+    found = {key: _read_rope_dict(config, key) for key in ("rope_parameters", "rope_scaling") if config.get(key)}
+    require(
+        len(found) < 2 or found["rope_parameters"] == found["rope_scaling"],
+        f"config.json: rope_parameters={config.get('rope_parameters')!r} and rope_scaling="
+        f"{config.get('rope_scaling')!r} disagree; keep one of them",
+    )
+    fraction = config.get("partial_rotary_factor")
+    require(fraction in (None, 1), f"config.json: partial_rotary_factor={fraction!r} is not supported")
+    if found:
+        return next(iter(found.values()))
+    theta = config.get("rope_theta")
+    return (10000.0 if theta is None else theta), None
+
+
+def _read_rope_dict(config: dict, key: str) -> tuple[float, dict | None]:
+    rope = config[key]
     require(
         isinstance(rope, dict) and not any(isinstance(value, dict) for value in rope.values()),
         f"config.json: {key} must be one flat object (rope per layer type is not supported), got {rope!r}",
     )
-    theta = rope.get("rope_theta", config.get("rope_theta"))
-    kind = rope.get("rope_type", rope.get("type", "default"))
+
+    def one(name: str, first: Any, second: Any, default: Any = None) -> Any:
+        """Two places of one value, which must agree."""
+        require(
+            first is None or second is None or first == second,
+            f"config.json: {name} is {first!r} in {key} and {second!r} beside it; they must agree",
+        )
+        return default if first is None and second is None else second if first is None else first
+
+    theta = one("rope_theta", rope.get("rope_theta"), config.get("rope_theta"), 10000.0)
+    kind = one("rope_type", rope.get("rope_type"), rope.get("type"), "default")
     require(
         kind in ("default", "llama3"),
         f"config.json: {key} has rope_type={kind!r}; only default and llama3 are supported",
     )
-    for place in (config, rope):
-        fraction = place.get("partial_rotary_factor")
-        require(fraction in (None, 1, 1.0), f"config.json: partial_rotary_factor={fraction!r} is not supported")
-    theta = 10000.0 if theta is None else theta
+    fraction = rope.get("partial_rotary_factor")
+    require(fraction in (None, 1), f"config.json: partial_rotary_factor={fraction!r} is not supported")
     if kind == "default":
+        factor = rope.get("factor")
+        require(factor in (None, 1), f"config.json: {key} has factor={factor!r} without a rope_type that uses it")
         return theta, None
+    context = "original_max_position_embeddings"
+    rope = rope | {context: one(context, rope.get(context), config.get(context))}
     for name in LLAMA3_ROPE_KEYS:
         require(
             isinstance(rope.get(name), (int, float)) and rope[name] > 0,

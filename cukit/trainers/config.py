@@ -1,30 +1,69 @@
-"""One dataclass a trainer; names, defaults and meaning are TRL's."""
+"""One options class a trainer; names, defaults and meaning are TRL's.
 
-from dataclasses import dataclass
+Values stay as they were given (None stays None); what follows from several of them is a property.
+"""
+
+import logging
+import math
 from typing import Any
 
-from ..engine.config import EngineConfig, SamplingParams
+from ..engine.config import EngineConfig, SamplingOptions, SamplingParams
 from ..models.config import DTYPES
-from ..options import check_choices, check_range, option, require
+from ..options import (
+    LARGEST_SEED,
+    Options,
+    check_choices,
+    check_range,
+    flat_values,
+    nearest,
+    nested,
+    option,
+    require,
+    say_once,
+)
 
+logger = logging.getLogger(__name__)
+EXCLUSIVE: tuple[tuple[str, ...], ...] = (
+    ("max_steps", "num_train_epochs"),
+    ("warmup_steps", "warmup_ratio"),
+    ("eval_strategy", "eval_steps"),
+    ("dtype", "bf16", "fp16"),
+)
 SCHEDULES = ("linear", "cosine", "constant", "constant_with_warmup")
 
 
-@dataclass
-class TrainerConfig:
-    """What every trainer shares."""
+class TrainerConfig(Options):
+    """What every trainer shares.
 
-    output_dir: str | None = option(None, "run folder; default: a fresh one below runs/")
-    resume_from_checkpoint: str | None = option(None, "a checkpoint-N folder, or 'latest' of output_dir")
-    device: str = option("auto", "where to run", ("auto", "cpu", "cuda"))
-    dtype: str = option("auto", "weights and activations; auto: bfloat16 on cuda, float32 on cpu", DTYPES)
-    bf16: bool | None = option(None, "true is the same as dtype=bfloat16")
-    fp16: bool | None = option(None, "true is the same as dtype=float16")
+    Of two options that exclude each other the one given later wins (command line over YAML over recipe). Both in one
+    place: max_steps rules num_train_epochs, warmup_steps above 0 rules warmup_ratio, eval_strategy rules eval_steps, as
+    in transformers. eval_steps alone means eval_strategy=steps.
+    """
+
+    group = "training"
+    exclusive = EXCLUSIVE
+
+    output_dir: str | None = option(None, "run folder; default: a fresh one below runs/", group="files")
+    resume_from_checkpoint: str | None = option(
+        None, "a checkpoint-N or run folder, or 'latest' of output_dir", group="files"
+    )
+    device: str = option("auto", "where to run", ("auto", "cpu", "cuda"), "device and memory")
+    dtype: str = option(
+        "auto", "weights and activations; auto: bfloat16 on cuda, float32 on cpu", DTYPES, "device and memory"
+    )
+    bf16: bool | None = option(None, "true is the same as dtype=bfloat16; false: float32", group="device and memory")
+    fp16: bool | None = option(None, "true is the same as dtype=float16", group="device and memory")
+    max_tokens_per_batch: int = option(
+        16384, "most tokens in one forward pass; only splits the work", group="device and memory"
+    )
+    gradient_checkpointing: bool = option(
+        True, "recompute activations in the backward pass to save memory", group="device and memory"
+    )
     seed: int = option(42, "seed of initial weights, data order and sampling")
     learning_rate: float = option(5e-5, "peak learning rate of AdamW")
     lr_scheduler_type: str = option("linear", "learning rate after the warm-up", SCHEDULES)
-    warmup_steps: int = option(0, "steps of linear warm-up; overrides warmup_ratio")
-    warmup_ratio: float = option(0.0, "share of all steps for linear warm-up")
+    warmup_steps: int = option(0, "steps of linear warm-up")
+    warmup_ratio: float = option(0.0, "share of all steps for linear warm-up, rounded up")
     weight_decay: float = option(0.0, "AdamW weight decay (not on norms and biases)")
     adam_beta1: float = option(0.9, "AdamW beta1")
     adam_beta2: float = option(0.999, "AdamW beta2")
@@ -34,20 +73,35 @@ class TrainerConfig:
     max_steps: int = option(-1, "optimiser steps; -1: as num_train_epochs says")
     per_device_train_batch_size: int = option(8, "rows (for GRPO: completions) per micro-batch")
     gradient_accumulation_steps: int = option(1, "micro-batches per optimiser step")
-    max_tokens_per_batch: int = option(16384, "most tokens in one forward pass; only splits the work")
-    gradient_checkpointing: bool = option(True, "recompute activations in the backward pass to save memory")
     shuffle_dataset: bool = option(True, "new random order of the rows in every epoch")
-    logging_steps: int = option(10, "steps between rows of metrics.jsonl")
-    log_completions: bool = option(False, "print a sample completion at every logging step")
-    save_steps: int = option(500, "steps between checkpoints; 0: only at the end")
-    save_total_limit: int | None = option(None, "keep only the newest checkpoints")
-    eval_strategy: str = option("no", "when to evaluate during training", ("no", "steps", "epoch"))
-    eval_steps: int | None = option(None, "steps between evaluations; sets eval_strategy=steps")
-    eval_on_start: bool = option(False, "evaluate before the first and after the last step")
+    logging_steps: int = option(10, "steps between rows of metrics.jsonl", group="log and checkpoints")
+    log_completions: bool = option(
+        False, "print a sample completion at every logging step", group="log and checkpoints"
+    )
+    save_steps: int = option(500, "steps between checkpoints; 0: only at the end", group="log and checkpoints")
+    save_total_limit: int | None = option(None, "keep only the newest checkpoints", group="log and checkpoints")
+    eval_strategy: str = option("no", "when to evaluate during training", ("no", "steps", "epoch"), "evaluation")
+    eval_steps: int | None = option(None, "steps between evaluations (eval_strategy=steps)", group="evaluation")
+    eval_on_start: bool = option(False, "evaluate before the first and after the last step", group="evaluation")
 
-    def __post_init__(self):
+    @classmethod
+    def respelled(cls, values: dict[str, Any]) -> dict[str, Any]:
+        resume = values.get("resume_from_checkpoint")
+        if isinstance(resume, bool):  # TRL's: the latest of output_dir
+            return values | {"resume_from_checkpoint": "latest" if resume else None}
+        return values
+
+    @classmethod
+    def merged(cls, earlier: dict[str, Any], later: dict[str, Any]) -> dict[str, Any]:
+        found = super().merged(earlier, later)
+        if later.get("eval_strategy") == "steps" and "eval_steps" in earlier:  # these two belong together
+            found.setdefault("eval_steps", earlier["eval_steps"])
+        return found
+
+    def __post_init__(self) -> None:
         check_choices(self)
-        for name in ("max_grad_norm", "weight_decay", "warmup_steps", "seed", "save_steps"):
+        check_range(self, "seed", 0, LARGEST_SEED)
+        for name in ("max_grad_norm", "weight_decay", "warmup_steps", "save_steps"):
             check_range(self, name, 0)
         for name in (
             "per_device_train_batch_size",
@@ -66,63 +120,114 @@ class TrainerConfig:
         check_range(self, "warmup_ratio", 0, 1)
         check_range(self, "max_steps", -1)
         require(self.max_steps != 0, "max_steps must be -1 (off) or at least 1, got 0")
+        self._resolve_dtype()
+        require(
+            self.evaluates != "steps" or self.eval_steps is not None,
+            "eval_strategy=steps needs eval_steps (steps between evaluations)",
+        )
+        for ruling, void in EXCLUSIVE[:3]:
+            if void in self.ruled_out() and {ruling, void} <= self.given and getattr(self, void):
+                value = getattr(self, ruling)
+                say_once(logger, f"{ruling}={value} rules: {void}={getattr(self, void)} is not used")
+
+    def _resolve_dtype(self) -> None:
+        """bf16 and fp16 are other spellings of dtype; bf16=false alone is TRL's way to ask for float32."""
+        require(not (self.bf16 and self.fp16), "bf16=true and fp16=true contradict; give only one")
         for flag, name in (("bf16", "bfloat16"), ("fp16", "float16")):
             if getattr(self, flag):
                 require(self.dtype in ("auto", name), f"{flag}=true and dtype={self.dtype} contradict; give only one")
                 self.dtype = name
-        if self.eval_strategy == "no" and self.eval_steps is not None:
-            self.eval_strategy = "steps"
-        require(
-            self.eval_strategy != "steps" or self.eval_steps is not None,
-            "eval_strategy=steps needs eval_steps (steps between evaluations)",
-        )
+            elif getattr(self, flag) is False:
+                require(self.dtype != name, f"{flag}=false and dtype={self.dtype} contradict; give only one")
+        if self.bf16 is False and self.dtype == "auto" and not self.fp16:
+            self.dtype = "float32"
+
+    @property
+    def evaluates(self) -> str:
+        """When evaluations happen: "no", "steps" (of eval_steps) or "epoch"."""
+        if self.eval_steps is not None and "eval_strategy" not in self.given and self.eval_strategy == "no":
+            return "steps"
+        return self.eval_strategy
+
+    def num_warmup_steps(self, total_steps: int) -> int:
+        """Steps of warm-up in a run of total_steps: warmup_steps, else warmup_ratio of them rounded up."""
+        return self.warmup_steps or math.ceil(total_steps * self.warmup_ratio)
+
+    def ruled_out(self) -> set[str]:
+        return {
+            "num_train_epochs" if self.max_steps > 0 else "max_steps",
+            "warmup_ratio" if self.warmup_steps else "warmup_steps",
+            "eval_strategy" if self.evaluates == "steps" else "eval_steps",
+        }
 
 
-@dataclass
 class SFTConfig(TrainerConfig):
     """Supervised fine-tuning; names and defaults as in TRL."""
 
+    group = "training"
     learning_rate: float = option(2e-5, "peak learning rate of AdamW")
-    max_length: int = option(1024, "longest row in tokens; what is longer loses its end")
-    packing: bool = option(False, "fill rows of max_length tokens with whole examples (attention stays within each)")
-    completion_only_loss: bool | None = option(None, "loss on completions only; default: if rows have a completion")
-    dataset_text_field: str = option("text", "column of plain-text rows")
-    chat_template_kwargs: dict | None = option(None, "arguments of the chat template, as JSON")
-    init_from_config: bool = option(False, "start from random weights: the model folder's config.json and tokenizer")
+    max_length: int = option(1024, "longest row in tokens; what is longer loses its end", group="demonstrations")
+    packing: bool = option(
+        False,
+        "fill rows of max_length tokens with whole examples (each attends to itself)",
+        group="demonstrations",
+    )
+    completion_only_loss: bool | None = option(
+        None, "loss on completions only; default: if rows have a completion", group="demonstrations"
+    )
+    dataset_text_field: str = option("text", "column of plain-text rows", group="demonstrations")
+    chat_template_kwargs: dict | None = option(None, "arguments of the chat template, as JSON", group="demonstrations")
+    init_from_config: bool = option(
+        False, "start from random weights: the model folder's config.json and tokenizer", group="files"
+    )
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         super().__post_init__()
         check_range(self, "max_length", 2)
 
 
 LOSS_TYPES = ("dapo", "grpo", "bnpo", "dr_grpo", "cispo")
+GENERATION_KWARGS = {"stop_strings": "stop", "eos_token_id": "stop_token_ids"}  # generate()'s name -> vLLM's
 
 
-@dataclass
 class GRPOConfig(TrainerConfig):
     """Group relative policy optimisation; names, defaults and meaning as in TRL.
 
-    generation_batch_size (completions drawn at once) = per_device_train_batch_size * steps_per_generation, and
-    steps_per_generation defaults to gradient_accumulation_steps; both are filled in after construction.
+    The engine's options are nested (`args.engine`, flat for the user), so are the sampling options beyond TRL's own
+    names. TRL's generation_kwargs is another spelling of these options.
     """
 
-    learning_rate: float = option(1e-6, "peak learning rate of AdamW")
-    eval_on_start: bool = option(True, "evaluate before the first and after the last step")
-    reward_funcs: list[str] | None = option(None, "rewards: exact, boxed, gsm8k, or path/file.py:function")
-    reward_weights: list[float] | None = option(None, "weight of each reward; default: 1 each")
-    scale_rewards: str = option("group", "divide advantages by the std of this", ("group", "batch", "none"))
-    num_generations: int = option(8, "completions per prompt (the group), at least 2")
-    num_generations_eval: int | None = option(None, "sampled completions per prompt in evaluations; default: 1, greedy")
-    generation_batch_size: int | None = option(None, "completions drawn at once; or give steps_per_generation")
-    steps_per_generation: int | None = option(None, "micro-batches a generation; default: gradient_accumulation_steps")
-    num_iterations: int = option(1, "passes over each generation batch")
-    max_completion_length: int = option(512, "longest completion in tokens")
-    temperature: float = option(1.0, "sampling temperature; training divides logits by it too")
-    top_p: float = option(1.0, "smallest set of tokens with this probability; 1 is off")
-    top_k: int = option(0, "the k most probable tokens; 0 is off")
-    min_p: float | None = option(None, "tokens at least this probable relative to the best")
-    repetition_penalty: float = option(1.0, "above 1 makes tokens already seen less probable")
-    chat_template_kwargs: dict | None = option(None, "arguments of the chat template, as JSON")
+    group = "loss"
+    exclusive = (*EXCLUSIVE, ("generation_batch_size", "steps_per_generation"))
+
+    learning_rate: float = option(1e-6, "peak learning rate of AdamW", group="training")
+    eval_on_start: bool = option(True, "evaluate before the first and after the last step", group="evaluation")
+    reward_funcs: list[str] | None = option(
+        None, "rewards by name (exact, boxed, gsm8k, …) or path/file.py:function", group="rewards"
+    )
+    reward_weights: list[float] | None = option(None, "weight of each reward; default: 1 each", group="rewards")
+    scale_rewards: str = option(
+        "group", "divide advantages by the std of this", ("group", "batch", "none"), group="rewards"
+    )
+    num_generations: int = option(8, "completions per prompt (the group), at least 2", group="generation")
+    num_generations_eval: int | None = option(
+        None, "sampled completions per prompt in evaluations; default: 1, greedy", group="evaluation"
+    )
+    generation_batch_size: int | None = option(
+        None, "completions drawn at once; or give steps_per_generation", group="generation"
+    )
+    steps_per_generation: int | None = option(
+        None, "micro-batches a generation; default: gradient_accumulation_steps", group="generation"
+    )
+    num_iterations: int = option(1, "passes over each generation batch", group="training")
+    max_completion_length: int = option(512, "longest completion in tokens", group="generation")
+    temperature: float = option(1.0, "sampling temperature; training divides logits by it too", group="generation")
+    min_p: float | None = option(
+        None, "tokens at least this probable relative to the best; default: off", group="generation"
+    )
+    sampling: SamplingOptions = nested(SamplingOptions)
+    generation_kwargs: dict | None = option(None, "sampling options as JSON (TRL's spelling)", group="generation")
+    chat_template_kwargs: dict | None = option(None, "arguments of the chat template, as JSON", group="generation")
     loss_type: str = option("dapo", "how token losses are averaged (cispo: other loss)", LOSS_TYPES)
     beta: float = option(0.0, "weight of the KL to the reference model; 0 loads none")
     epsilon: float = option(0.2, "the probability ratio is clipped below 1 - epsilon")
@@ -134,24 +239,20 @@ class GRPOConfig(TrainerConfig):
     sync_ref_model: bool = option(False, "move the reference model towards the policy")
     ref_model_mixup_alpha: float = option(0.6, "reference = alpha * policy + (1 - alpha) * reference")
     ref_model_sync_steps: int = option(512, "steps between those moves")
-    max_model_len: int | None = option(None, "longest prompt + completion in tokens; default: the model's own limit")
-    max_num_seqs: int = option(256, "sequences that decode together")
-    max_num_batched_tokens: int = option(8192, "token budget of one engine step")
-    gpu_memory_utilization: float = option(0.3, "share of the device's memory for the engine's KV cache")
+    engine: EngineConfig = nested(EngineConfig, without=("seed",))
 
-    def __post_init__(self):
-        if isinstance(self.scale_rewards, bool):  # TRL's older form
-            self.scale_rewards = "group" if self.scale_rewards else "none"
-        if isinstance(self.reward_funcs, str):
-            self.reward_funcs = [self.reward_funcs]
+    @classmethod
+    def respelled(cls, values: dict[str, Any]) -> dict[str, Any]:
+        values = super().respelled(values)
+        if isinstance(values.get("scale_rewards"), bool):  # TRL's older form
+            values = values | {"scale_rewards": "group" if values["scale_rewards"] else "none"}
+        if isinstance(values.get("generation_kwargs"), dict):
+            values = dict(values)
+            values |= _generation_kwargs(values.pop("generation_kwargs"), values)
+        return values
+
+    def __post_init__(self) -> None:
         super().__post_init__()
-        self.sampling_params()
-        EngineConfig(
-            self.max_model_len,
-            self.max_num_seqs,
-            self.max_num_batched_tokens,
-            gpu_memory_utilization=self.gpu_memory_utilization,
-        )
         require(
             self.num_generations != 1,
             "num_generations=1 leaves nothing to compare a completion with; it must be at least 2",
@@ -169,10 +270,14 @@ class GRPOConfig(TrainerConfig):
             ("epsilon_high", 0),
         ):
             check_range(self, name, low)
-        check_range(self, "ref_model_mixup_alpha", 0, 1)
+        for name in ("min_p", "ref_model_mixup_alpha"):
+            check_range(self, name, 0, 1)
         for name in ("temperature", "delta"):
             check_range(self, name, 0, open_low=True)
-        self.epsilon_high = self.epsilon if self.epsilon_high is None else self.epsilon_high
+        require(
+            self.min_tokens <= self.max_completion_length,
+            f"min_tokens={self.min_tokens} must not exceed max_completion_length={self.max_completion_length}",
+        )
         require(
             not (self.sync_ref_model and self.beta == 0), "sync_ref_model needs a reference model: set beta above 0"
         )
@@ -181,12 +286,12 @@ class GRPOConfig(TrainerConfig):
             weights is None or rewards is None or len(weights) == len(rewards),
             f"reward_weights has {len(weights or [])} values for {len(rewards or [])} reward_funcs; give one each",
         )
-        self._resolve_generation_batch()
+        self._check_generation_size()
 
-    def _resolve_generation_batch(self) -> None:
-        """Fill in generation_batch_size and steps_per_generation, and check what must divide what."""
-        size, steps = self.per_device_train_batch_size, self.steps_per_generation
-        batch, accumulation = self.generation_batch_size, self.gradient_accumulation_steps
+    def _check_generation_size(self) -> None:
+        """What must divide what."""
+        size, accumulation = self.per_device_train_batch_size, self.gradient_accumulation_steps
+        batch, steps = self.generation_batch_size, self.steps_per_generation
         if batch is not None:
             require(
                 batch % size == 0,
@@ -198,10 +303,8 @@ class GRPOConfig(TrainerConfig):
                 f"generation_batch_size={batch} / per_device_train_batch_size={size} = {batch // size} but "
                 f"steps_per_generation={steps}; give only one",
             )
-            steps = batch // size
-        self.steps_per_generation = steps = accumulation if steps is None else steps
-        self.generation_batch_size = batch = size * steps
-        group = self.num_generations
+        batch, group = self.generation_size, self.num_generations
+        steps = batch // size
         require(
             batch % group == 0,
             f"the generation batch of {batch} completions (per_device_train_batch_size={size} * "
@@ -215,15 +318,45 @@ class GRPOConfig(TrainerConfig):
             f"{steps} % {accumulation} = {steps % accumulation}",
         )
 
+    @property
+    def generation_size(self) -> int:
+        """Completions drawn at once."""
+        if self.generation_batch_size is not None:
+            return self.generation_batch_size
+        return self.per_device_train_batch_size * (self.steps_per_generation or self.gradient_accumulation_steps)
+
+    @property
+    def num_slices(self) -> int:
+        """Optimizer batches in a generation batch."""
+        return self.generation_size // self.per_device_train_batch_size // self.gradient_accumulation_steps
+
     def sampling_params(self, **changes: Any) -> SamplingParams:
         """The training rollouts' SamplingParams (with log-probs), with `changes` applied."""
-        values = dict(
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            min_p=self.min_p or 0.0,
-            repetition_penalty=self.repetition_penalty,
-            max_tokens=self.max_completion_length,
-            logprobs=True,
-        )
+        values = flat_values(self.sampling) | {
+            "temperature": self.temperature,
+            "min_p": self.min_p or 0.0,
+            "max_tokens": self.max_completion_length,
+            "logprobs": True,
+        }
         return SamplingParams(**(values | changes))
+
+
+def _generation_kwargs(kwargs: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
+    """TRL's generation_kwargs as options; ValueError for a name that is none, or that contradicts its option."""
+    known = [*SamplingOptions.options(), "temperature", "min_p"]
+    found: dict[str, Any] = {}
+    for key, value in kwargs.items():
+        name = GENERATION_KWARGS.get(key, key)
+        if name in ("max_tokens", "max_new_tokens"):
+            name = "max_completion_length"
+        elif name not in known:
+            raise ValueError(
+                f"generation_kwargs has {key!r}, which is no sampling option{nearest(str(key), known)}; there are "
+                f"{', '.join(known)}"
+            )
+        require(
+            name not in values or values[name] == value,
+            f"generation_kwargs has {key}={value!r} but {name}={values.get(name)!r}; give only one",
+        )
+        found[name] = value
+    return found

@@ -18,6 +18,7 @@ from ..models.decoder import Decoder
 from ..models.logprobs import packed_logprobs
 from ..ops import policy_loss
 from ..ops.policy_loss import MAX_LOG_RATIO, STATS
+from ..options import flat_values
 from .advantage import POLICY_KINDS, group_advantages
 from .batch import PackedBatch, Rows
 from .config import GRPOConfig
@@ -67,14 +68,7 @@ class GRPOTrainer(Trainer):
             raise ValueError("GRPOTrainer needs train_dataset: a list of rows with a prompt, or a JSONL file")
         self.scorer = RewardScorer(reward_funcs, args.reward_weights)
         super().__init__(model, args, train_dataset, eval_dataset, processing_class, callbacks, device, dtype)
-        self.rollout = Rollout(
-            self.model,
-            self.tokenizer,
-            max_model_len=args.max_model_len,
-            max_num_seqs=args.max_num_seqs,
-            max_num_batched_tokens=args.max_num_batched_tokens,
-            gpu_memory_utilization=args.gpu_memory_utilization,
-        )
+        self.rollout = Rollout(self.model, self.tokenizer, **flat_values(args.engine))
         self.reference = _frozen_copy(self.model) if args.beta else None
         self.vocab_limit = min(self.tokenizer.vocab_size, self.model.config.vocab_size)
         self._batch: PackedBatch | None = None
@@ -105,7 +99,7 @@ class GRPOTrainer(Trainer):
     @property
     def _slices(self):
         """Optimizer batches in a generation batch."""
-        return self.args.steps_per_generation // self.args.gradient_accumulation_steps
+        return self.args.num_slices
 
     @property
     def _updates_a_generation(self):
@@ -113,7 +107,7 @@ class GRPOTrainer(Trainer):
 
     @property
     def _prompts_a_generation(self):
-        return self.args.generation_batch_size // self.args.num_generations
+        return self.args.generation_size // self.args.num_generations
 
     def count_steps(self):
         args = self.args

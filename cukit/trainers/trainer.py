@@ -9,8 +9,6 @@ from __future__ import annotations
 import signal
 import threading
 from abc import ABC, abstractmethod
-from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -20,11 +18,11 @@ from ..datasets.sources import load_rows
 from ..models.decoder import Decoder
 from ..models.weights import load_model, model_folder, save_model
 from ..optim import AdamW, learning_rate_factor
+from ..options import flat_values
 from ..runs import checkpoint
 from ..runs.folder import open_run_folder, write_run_config
 from ..runs.metrics import MetricsLogger, Timer
 from ..runs.progress import Progress
-from ..runs.signals import RunStopped
 from ..tokenizer import Tokenizer
 
 # In a logged row these are the newest value; every other metric is the mean over the steps since the last row.
@@ -64,7 +62,7 @@ class Trainer(ABC):
         dtype="auto",
     ):
         self.args, self.callbacks = args, list(callbacks)
-        self.run_folder = self.optimizer = self.logger = self.progress = self._stop = None
+        self.run_folder = self.optimizer = self.logger = self.progress = None
         device, dtype = (
             chosen if chosen != "auto" else given for chosen, given in ((device, args.device), (dtype, args.dtype))
         )
@@ -80,8 +78,8 @@ class Trainer(ABC):
         self.sampler = EpochSampler(len(self.train_rows), args.seed, args.shuffle_dataset)
         if eval_dataset is not None:
             self.eval_rows = self.prepare_rows(load_rows(eval_dataset), "eval_dataset")
-        elif args.eval_strategy != "no":
-            raise ValueError(f"eval_strategy={args.eval_strategy} needs an eval_dataset")
+        elif args.evaluates != "no":
+            raise ValueError(f"eval_strategy={args.evaluates} needs an eval_dataset")
         self.total_steps = self.count_steps()
         self.global_step, self.num_tokens, self.evaluations = 0, 0, []
         self.timer, self._epoch_ended = Timer(), False
@@ -143,12 +141,7 @@ class Trainer(ABC):
         self._open_run(resume)
         last_row = {}
         window = _Window()
-        with (
-            Progress(self.total_steps, self.label, self.global_step) as self.progress,
-            _StopSignal() as stop,
-            suppress(RunStopped),
-        ):
-            self._stop = stop
+        with Progress(self.total_steps, self.label, self.global_step) as self.progress, _StopSignal() as stop:
             if self.args.eval_on_start and self.global_step == 0:
                 self.evaluate()
             self.timer.pop()
@@ -164,7 +157,7 @@ class Trainer(ABC):
                 ):
                     last_row = self._log(window.pop())
                 self._evaluate_and_save_if_due(stop.requested)
-        self.progress = self._stop = None
+        self.progress = None
         self.logger.close()
         if self.global_step < self.total_steps:
             print(
@@ -194,15 +187,6 @@ class Trainer(ABC):
         save_model(self.model, folder)
         self.tokenizer.save(folder)
 
-    def stop_requested(self) -> bool:
-        """Whether Ctrl-C or SIGTERM came: long phases may end early."""
-        return self._stop is not None and self._stop.requested
-
-    def raise_if_stopped(self):
-        """RunStopped if a stop was asked for: for phases that change nothing until they are through."""
-        if self.stop_requested():
-            raise RunStopped
-
     # ---- one step ----
 
     def _train_step(self) -> dict:
@@ -221,7 +205,7 @@ class Trainer(ABC):
                 name: be.to_numpy(value).astype(np.float64) for name, value in sums.items()
             }  # the step's one wait for the device
             loss_value = float(sums.pop("loss", 0.0))
-            warmup = self.args.warmup_steps or round(self.args.warmup_ratio * self.total_steps)
+            warmup = self.args.num_warmup_steps(self.total_steps)
             factor = learning_rate_factor(self.args.lr_scheduler_type, self.global_step, self.total_steps, warmup)
             grad_norm, applied = self.optimizer.step(self.args.learning_rate * factor)
             if applied:
@@ -255,8 +239,8 @@ class Trainer(ABC):
     def _evaluate_and_save_if_due(self, stopping: bool):
         args, step = self.args, self.global_step
         last = step == self.total_steps
-        by_steps = args.eval_strategy == "steps" and step % args.eval_steps == 0
-        by_epoch = args.eval_strategy == "epoch" and self._epoch_ended
+        by_steps = args.evaluates == "steps" and step % args.eval_steps == 0
+        by_epoch = args.evaluates == "epoch" and self._epoch_ended
         if by_steps or by_epoch or (last and args.eval_on_start):
             self.evaluate()
         if last or stopping or (args.save_steps and step % args.save_steps == 0):
@@ -300,7 +284,7 @@ class Trainer(ABC):
 
     def run_config(self) -> dict:
         """What config.yaml holds: the resolved options."""
-        values = {key: value for key, value in asdict(self.args).items() if value is not None}
+        values = {key: value for key, value in flat_values(self.args).items() if value is not None}
         return ({"model": self.model_name} if self.model_name else {}) | values | {"output_dir": str(self.run_folder)}
 
     def save_checkpoint(self) -> Path:

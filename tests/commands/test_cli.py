@@ -11,48 +11,18 @@ import yaml
 from safetensors.numpy import load_file, save_file
 
 import cukit_cli
-from cukit.commands.parser import make, parse, resolve
+from cukit.commands.generate import generation_defaults
+from cukit.commands.parser import make
 from cukit.runs.metrics import read_jsonl
 from cukit.trainers.config import GRPOConfig, SFTConfig
 
 ROOT = Path(__file__).parents[2]
 
 
-def options(*argv: str) -> dict:
-    name, given = parse(cukit_cli.COMMANDS, list(argv))
-    return resolve(cukit_cli.COMMANDS[name], given)
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory) -> Path:
-    """A model folder made by one step of the sft command."""
-    run = tmp_path_factory.mktemp("tiny") / "run"
-    assert cukit_cli.main(["sft", "--max_steps", "1", "--output_dir", str(run)]) == 0
-    return run / "checkpoint-1"
-
-
-@pytest.fixture
-def fails(capsys):
-    """fails(*argv): run a command that must end with code 2 and one line, which is returned."""
-
-    def run(*argv) -> str:
-        capsys.readouterr()
-        assert cukit_cli.main([str(word) for word in argv]) == 2
-        lines = [
-            line
-            for line in capsys.readouterr().err.splitlines()
-            if "(bundled; " not in line and not line.startswith("recipe: ")
-        ]
-        assert len(lines) == 1 and lines[0].startswith("error: "), lines
-        return lines[0]
-
-    return run
-
-
 # ---- options ---------------------------------------------------------------------------------------------------------
 
 
-def test_without_arguments_the_recipe_runs_and_options_override_it(monkeypatch, tmp_path):
+def test_without_arguments_the_recipe_runs_and_options_override_it(options, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)  # the bundled files are found from anywhere
     values = options("grpo", "--max-steps", "7", "--seed=3")
     assert values["max_steps"] == 7 and values["seed"] == 3
@@ -61,7 +31,7 @@ def test_without_arguments_the_recipe_runs_and_options_override_it(monkeypatch, 
     assert all(Path(values[name]).exists() for name in ("model", "data", "eval_data"))
 
 
-def test_with_a_model_the_dataclass_defaults_hold_and_bundled_files_are_announced(capsys):
+def test_with_a_model_the_dataclass_defaults_hold_and_bundled_files_are_announced(options, capsys):
     values = options("grpo", "--model", "somewhere")
     assert make(GRPOConfig, values) == GRPOConfig(reward_funcs=["gsm8k"])
     announced = capsys.readouterr().err
@@ -70,11 +40,12 @@ def test_with_a_model_the_dataclass_defaults_hold_and_bundled_files_are_announce
     )
 
 
-def test_own_data_is_not_evaluated_on_the_bundled_rows():
-    assert "eval_data" not in options("grpo", "--model", "somewhere", "--data", "mine.jsonl")
+def test_own_data_is_not_evaluated_on_the_bundled_rows(options):
+    values = options("grpo", "--model", "somewhere", "--data", "mine.jsonl", "--reward_funcs", "exact")
+    assert "eval_data" not in values
 
 
-def test_yaml_gives_the_same_as_options(tmp_path):
+def test_yaml_gives_the_same_as_options(options, tmp_path):
     (tmp_path / "run.yaml").write_text(
         "model: m\ndata: d\nlearning_rate: 1e-4\neval_strategy: no\nscale_rewards: false\nmin_p: null\n"
         "reward_funcs: exact\nreward_weights: [1, 2]\nchat_template_kwargs: {enable_thinking: false}\n"
@@ -107,7 +78,7 @@ def test_yaml_gives_the_same_as_options(tmp_path):
     assert make(GRPOConfig, given).reward_weights == [1.0]
 
 
-def test_flags_need_no_value():
+def test_flags_need_no_value(options):
     assert options("sft", "--packing", "--gradient_checkpointing", "false")["packing"] is True
     assert options("sft", "--gradient_checkpointing", "no")["gradient_checkpointing"] is False
 
@@ -124,7 +95,7 @@ def test_flags_need_no_value():
         (["grpo", "--beta", "x"], "--beta must be a number, got 'x'"),
         (["sft", "--packing", "maybe"], "--packing must be true or false, got 'maybe'"),
         (["grpo", "--chat_template_kwargs", "{"], "--chat_template_kwargs must be a JSON object"),
-        (["grpo", "--max_steps"], "expected one argument"),
+        (["grpo", "--max_steps"], "--max_steps needs a value"),
         (["grpo", "--config", "missing.yaml"], "config missing.yaml cannot be read"),
         (["grpo", "--num_generations", "1"], "num_generations=1"),
         (["grpo", "--num_generations", "3"], "128 % 3 = 2"),
@@ -159,7 +130,7 @@ def test_help_names_every_option(capsys):
         with pytest.raises(SystemExit) as end:
             cukit_cli.main([command, "--help"])
         text = capsys.readouterr().out
-        assert end.value.code == 0 and all(f"--{name} " in text for name in config.__dataclass_fields__)
+        assert end.value.code == 0 and all(f"--{name} " in text for name in config.options())
 
 
 # ---- how a command ends ----------------------------------------------------------------------------------------------
@@ -213,7 +184,7 @@ def test_sft_writes_a_run_that_resumes_with_its_own_options(tiny, tmp_path):
     assert config["data"].endswith("sft.jsonl") and config["init_from_config"] is True
 
 
-def test_grpo_evaluates_before_and_after_and_names_the_run(tiny, tmp_path, capsys):
+def test_grpo_evaluates_before_and_after_and_names_the_run(options, tiny, tmp_path, capsys):
     lines = (ROOT / "data/arithmetic/test.jsonl").read_text().splitlines()[:4]
     (tmp_path / "rows.jsonl").write_text("\n".join(lines) + "\n")
     run = tmp_path / "run"
@@ -227,6 +198,8 @@ def test_grpo_evaluates_before_and_after_and_names_the_run(tiny, tmp_path, capsy
                 str(tmp_path / "rows.jsonl"),
                 "--eval_data",
                 str(tmp_path / "rows.jsonl"),
+                "--reward_funcs",
+                "gsm8k",
                 "--max_steps",
                 "1",
                 "--logging_steps",
@@ -240,7 +213,7 @@ def test_grpo_evaluates_before_and_after_and_names_the_run(tiny, tmp_path, capsy
         == 0
     )
     out = capsys.readouterr().out.splitlines()
-    assert out[-2].startswith("held-out accuracy: ") and out[-1] == f"run folder: {run}"
+    assert out[-3].startswith("held-out accuracy: ") and out[-2] == f"run folder: {run}"
     rows = read_jsonl(run / "metrics.jsonl")
     assert [row["step"] for row in rows if "eval/accuracy" in row] == [0, 1]
     values = options("grpo", "--config", str(run / "config.yaml"))
@@ -261,10 +234,10 @@ def test_generate_takes_the_sampling_of_the_model_folder(tiny, tmp_path):
     (tmp_path / "generation_config.json").write_text(
         json.dumps({"top_k": 20, "temperature": 0.6, "max_new_tokens": 9, "eos_token_id": 1})
     )
-    assert cukit_cli._generation_defaults(tmp_path) == {"top_k": 20, "temperature": 0.6, "max_tokens": 9}
+    assert generation_defaults(tmp_path) == {"top_k": 20, "temperature": 0.6, "max_tokens": 9}
     (tmp_path / "generation_config.json").write_text('{"do_sample": false}')
-    assert cukit_cli._generation_defaults(tmp_path) == {"temperature": 0.0}
-    assert cukit_cli._generation_defaults(tmp_path / "none") == {}
+    assert generation_defaults(tmp_path) == {"temperature": 0.0}
+    assert generation_defaults(tmp_path / "none") == {}
 
 
 def test_a_conversation_goes_on_after_a_mistake(tiny, monkeypatch, capsys):
@@ -326,7 +299,8 @@ def test_wrong_models(fails, tiny, tmp_path):
 )
 def test_wrong_data(fails, tiny, tmp_path, text, named):
     (tmp_path / "rows.jsonl").write_text(text)
-    line = fails("grpo", "--model", tiny, "--data", tmp_path / "rows.jsonl", "--output_dir", tmp_path / "run")
+    rows = ("--data", tmp_path / "rows.jsonl", "--reward_funcs", "exact")
+    line = fails("grpo", "--model", tiny, *rows, "--output_dir", tmp_path / "run")
     assert "rows.jsonl" in line and named in line
     assert "nothing.jsonl" in fails("sft", "--model", tiny, "--data", tmp_path / "nothing.jsonl")
 
@@ -361,7 +335,8 @@ def test_wrong_rewards(fails, tiny, tmp_path):
 
 def test_a_prompt_longer_than_the_context(fails, tiny, tmp_path):
     (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": [{"role": "user", "content": "1+" * 200}]}) + "\n")
-    assert "256" in fails("grpo", "--model", tiny, "--data", tmp_path / "rows.jsonl", "--output_dir", tmp_path / "run")
+    rows = ("--data", tmp_path / "rows.jsonl", "--reward_funcs", "exact")
+    assert "256" in fails("grpo", "--model", tiny, *rows, "--output_dir", tmp_path / "run")
     assert "256" in fails("generate", "--model", tiny, "--prompt", "1+" * 200)
 
 

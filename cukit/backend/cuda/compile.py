@@ -13,6 +13,7 @@ import functools
 import hashlib
 import importlib.util
 import itertools
+import logging
 import os
 import re
 import tempfile
@@ -21,6 +22,7 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
+logger = logging.getLogger(__name__)
 SCALAR_TYPES = {"bf16": "__nv_bfloat16", "f16": "__half", "f32": "float"}
 SCALAR_OF_DTYPE = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
 
@@ -246,8 +248,13 @@ def build(archs=None, names=None, scalars=None, processes=None) -> list[Compiled
     ]
     if len(jobs) == 1:
         return [_build(jobs[0])]
+    found = []
     with ProcessPoolExecutor(processes or os.cpu_count()) as pool:
-        return list(pool.map(_build, jobs))
+        for compiled in pool.map(_build, jobs):
+            found.append(compiled)
+            words = " ".join(f"{name}={value}" for name, value in compiled.defines.items())
+            logger.info("%d of %d: %s %s %s", len(found), len(jobs), compiled.family, compiled.arch, words)
+    return found
 
 
 # ---- what the compiler says ----

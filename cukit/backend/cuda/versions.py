@@ -1,0 +1,48 @@
+"""Which CuPy package is in use, and the CUDA libraries that it finds; for `cukit doctor`."""
+
+import importlib
+from importlib import metadata
+
+CUPY_PACKAGES = ("cupy-cuda12x", "cupy-cuda13x", "cupy")
+WHEELS = {
+    "NVRTC": ("nvidia-cuda-nvrtc-cu12", "nvidia-cuda-nvrtc"),
+    "cuBLAS": ("nvidia-cublas-cu12", "nvidia-cublas"),
+}
+
+
+def library_versions() -> dict[str, str]:
+    """{"CuPy": …, "NVRTC": …, "cuBLAS": …}: versions as the libraries themselves say, or why not."""
+    packages = {name: found for name in CUPY_PACKAGES if (found := _installed(name))}
+    cupy = ", ".join(f"{name} {version}" for name, version in packages.items()) or "no package of a known name"
+    if len(packages) > 1:
+        cupy += " (only one may be installed: uninstall all of them, then install one)"
+    return {"CuPy": cupy, "NVRTC": _asked("NVRTC", _nvrtc_version), "cuBLAS": _asked("cuBLAS", _cublas_version)}
+
+
+def _nvrtc_version() -> str:
+    return ".".join(map(str, importlib.import_module("cupy_backends.cuda.libs.nvrtc").getVersion()))
+
+
+def _cublas_version() -> str:
+    cublas = importlib.import_module("cupy_backends.cuda.libs.cublas")
+    handle = cublas.create()  # fails without a card
+    try:
+        number = cublas.getVersion(handle)
+    finally:
+        cublas.destroy(handle)
+    return f"{number // 10000}.{number // 100 % 100}.{number % 100}"  # 120901 is 12.9.1
+
+
+def _asked(name: str, version) -> str:
+    try:
+        return version()
+    except Exception as error:  # what CuPy raises depends on what is missing; the wheel still says what is installed
+        wheel = next((f"{package} {found}" for package in WHEELS[name] if (found := _installed(package))), None)
+        return f"{wheel} (installed; not asked: no card)" if wheel else f"not found ({type(error).__name__})"
+
+
+def _installed(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,37 @@
+"""bench kernels, generate, train: measure, print the table, write the rows."""
+
+from typing import Any
+
+from ..bench import BenchOptions, GenerateBench, KernelsBench, TrainBench
+from ..options import given_values
+from .parser import make
+
+
+def bench_kernels(values: dict[str, Any]) -> None:
+    from ..bench.kernels import run
+
+    options = make(KernelsBench, values)
+    _report(run(options), options)
+
+
+def bench_generate(values: dict[str, Any]) -> None:
+    from ..bench.generate import run
+
+    options = make(GenerateBench, values)
+    _report(run(options, given_values(options.engine)), options)
+
+
+def bench_train(values: dict[str, Any]) -> None:
+    from ..bench.train import run
+
+    options = make(TrainBench, values)
+    _report(run(options), options)
+
+
+def _report(report: dict[str, Any], options: BenchOptions) -> None:
+    from ..bench.report import print_report, write_report
+
+    print_report(report)
+    if options.output:
+        write_report(report, options.output)
+        print(f"rows: {options.output}")

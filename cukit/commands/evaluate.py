@@ -1,0 +1,97 @@
+"""eval: a model's completions of rows, and what rewards say of them."""
+
+import time
+from typing import Any
+
+import numpy as np
+
+from ..engine.config import EngineConfig, SamplingParams
+from ..models.config import DTYPES
+from ..options import Options, check_range, given_values, nested, option
+from .dry_run import show_engine
+from .generate import TINY_MODEL
+from .parser import make, say
+
+TEST_ROWS = "data/arithmetic/test.jsonl"
+CUT_SHARE = 0.5  # above this the user is told, as in training
+
+
+class EvalOptions(Options):
+    group = "files"
+    model: str = option(TINY_MODEL, "model folder (Hugging Face format), or a run folder")
+    data: str = option(TEST_ROWS, "rows to answer, JSONL")
+    limit: int | None = option(None, "only the first rows")
+    dry_run: bool = option(False, "print the resolved options and the plan of memory, then end")
+    reward_funcs: list[str] | None = option(
+        None,
+        "rewards by name (exact, boxed, gsm8k, …) or path/file.py:function; right means that the first is at least 1",
+        group="rewards",
+    )
+    chat_template_kwargs: dict | None = option(None, "arguments of the chat template, as JSON", group="generation")
+    device: str = option("auto", "where to run", ("auto", "cpu", "cuda"), "device and memory")
+    dtype: str = option(
+        "auto", "weights and activations; auto: bfloat16 on cuda, float32 on cpu", DTYPES, "device and memory"
+    )
+    sampling: SamplingParams = nested(SamplingParams, without=("logprobs",), temperature=0.0)
+    engine: EngineConfig = nested(EngineConfig, without=("seed",))
+
+    def __post_init__(self) -> None:
+        check_range(self, "limit", 1)
+
+
+def evaluate(values: dict[str, Any]) -> None:
+    from ..datasets.demonstrations import encode_prompt
+    from ..datasets.sources import load_rows, prompt_rows
+    from ..models.weights import load_model, model_folder
+    from ..tokenizer import Tokenizer
+    from ..trainers.rewarding import RewardScorer
+    from ..trainers.rollout import Rollout
+
+    options = make(EvalOptions, values)
+    if options.dry_run:
+        show_engine(options, options.model, options.device, options.dtype, options.engine)
+        return
+    sampling = options.sampling
+    scorer = RewardScorer(options.reward_funcs)
+    rows = prompt_rows(load_rows(options.data))[: options.limit]
+    folder = model_folder(options.model)
+    tokenizer = Tokenizer.from_folder(folder)
+    prompts = [encode_prompt(row, tokenizer, options.chat_template_kwargs) for row in rows]
+    model = load_model(folder, options.device, options.dtype)
+    rollout = Rollout(model, tokenizer, **given_values(options.engine))
+    start = time.perf_counter()
+    samples = rollout.generate(prompts, sampling, None if sampling.seed is None else [sampling.seed] * len(prompts))
+    seconds = time.perf_counter() - start
+    _, scores = scorer([row for row in rows for _ in range(sampling.n)], samples)
+    for line in report(options, scorer.names, scores, samples.lengths, samples.truncated, seconds):
+        print(line)
+    if samples.truncated.mean() > CUT_SHARE:
+        say(
+            f"warning: {samples.truncated.mean():.0%} of the completions were cut off at max_tokens="
+            f"{sampling.max_tokens}; raise it unless that is what you want"
+        )
+
+
+def report(
+    options: EvalOptions,
+    names: list[str],
+    scores: np.ndarray,
+    lengths: np.ndarray,
+    truncated: np.ndarray,
+    seconds: float,
+) -> list[str]:
+    """The lines that eval prints. scores: (completions, rewards), NaN where a reward does not apply."""
+    first = scores[:, 0][~np.isnan(scores[:, 0])]
+    if not first.size:
+        raise ValueError(f"reward {names[0]!r} applies to no row of {options.data}")
+    right, left_out = first >= 1, len(scores) - first.size
+    out = f"; the reward did not apply to {left_out} more" if left_out else ""
+    lines = [f"accuracy {right.mean():.4f} ({right.sum()} of {right.size}{out}; {options.data})"]
+    for name, found in zip(names, scores.T, strict=True):
+        nothing = np.isnan(found).all()
+        lines.append(f"  rewards/{name}" + (" applies to no row" if nothing else f"/mean {np.nanmean(found):.4f}"))
+    lines.append(
+        f"  mean length {lengths.mean():.1f}, cut at max_tokens {truncated.mean():.4f}, "
+        f"{lengths.sum() / seconds:,.0f} tokens/s"
+    )
+    return lines

@@ -1,0 +1,81 @@
+"""grpo and sft: train, and say how to talk to the result."""
+
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+from ..options import Options, option
+from ..trainers.config import GRPOConfig, SFTConfig, TrainerConfig
+from .dry_run import show_training
+from .parser import make
+
+
+class TrainFiles(Options):
+    """What a training command reads."""
+
+    group = "files"
+    model: str | None = option(None, "model folder (Hugging Face format), or a run folder")
+    data: str | None = option(None, "training rows, JSONL")
+    eval_data: str | None = option(None, "held-out rows, JSONL")
+    dry_run: bool = option(False, "print the resolved options, the number of steps and the plan of memory, then end")
+
+
+def grpo(values: dict[str, Any]) -> int:
+    from ..trainers.grpo import GRPOTrainer
+
+    args = make(GRPOConfig, values)
+    return _train(values, args, GRPOTrainer, reward_funcs=args.reward_funcs)
+
+
+def sft(values: dict[str, Any]) -> int:
+    from ..trainers.sft import SFTTrainer
+
+    return _train(values, make(SFTConfig, values), SFTTrainer)
+
+
+def _train(values: dict[str, Any], args: TrainerConfig, trainer_class: Any, **more: Any) -> int:
+    from ..datasets.sources import load_rows
+
+    files = make(TrainFiles, values)
+    read = {name: value for name in ("model", "data", "eval_data") if (value := getattr(files, name))}
+    if files.dry_run:
+        show_training(trainer_class, args, read)
+        return 0
+
+    class CommandLineTrainer(trainer_class):
+        def run_config(self) -> dict[str, Any]:
+            """The trainer's own with the files it reads, so that --config takes it."""
+            return super().run_config() | read
+
+    trainer = CommandLineTrainer(
+        model=files.model,
+        args=args,
+        train_dataset=load_rows(read["data"]),
+        eval_dataset=load_rows(files.eval_data) if files.eval_data else None,
+        **more,
+    )
+    trainer.train()
+    accuracies = [metrics["eval/accuracy"] for _, metrics in trainer.evaluations if "eval/accuracy" in metrics]
+    if len(accuracies) > 1:
+        print(f"held-out accuracy: {accuracies[0]:.3f} before, {accuracies[-1]:.3f} after")
+    print(f"run folder: {trainer.run_folder}")
+    if has_model(Path(trainer.run_folder)):
+        print(f"talk to it: {program()} generate --model {shlex.quote(str(trainer.run_folder))}")
+    return 0 if trainer.global_step >= trainer.total_steps else 130
+
+
+def has_model(run: Path) -> bool:
+    from ..runs.checkpoint import latest_checkpoint
+
+    return (run / "config.json").is_file() or latest_checkpoint(run) is not None
+
+
+def program() -> str:
+    """How this program was called, for a command that is to be copied."""
+    called = Path(sys.argv[0])
+    if called.stem == "cukit":
+        return "cukit"
+    if called.name == "__main__.py" and called.parent.name == "cukit":
+        return "python -m cukit"
+    return f"python {shlex.quote(sys.argv[0]) if called.name == 'cukit_cli.py' else 'cukit_cli.py'}"
