@@ -124,6 +124,8 @@ class Decoder(Module):
                 found[full if full == "lm_head.weight" else f"model.{full}"] = parameter.data[start:stop]
         return found
 
+    parts = hf_tensors
+
     def init_weights(self, seed: int):
         """Random weights from `seed`: linear maps N(0, 1/fan_in), o_proj and down_proj also divided by √(2·layers),
         embeddings N(0, 0.05²), norms 1, biases 0.

@@ -1,65 +1,148 @@
 """Checkpoints: a Hugging Face model folder plus the trainer's state.
 
 The folder holds config.json, safetensors and tokenizer files, and beside them trainer_state.safetensors (arrays) and
-trainer_state.json (RNG, data position, counters). It is written under a temporary name and then renamed, so that a
-folder named checkpoint-N is always whole. No pickle.
+trainer_state.json (data position, counters). Further models of a run lie in subfolders. The folder is written under a
+temporary name and then renamed, so that a folder named checkpoint-N is whole. No pickle.
 """
 
 import json
+import logging
 import os
+import re
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from ..backend import backend_of
-from .folder import CHECKPOINT_NAME
 
+CHECKPOINT_NAME = re.compile(r"checkpoint-(\d+)")
 STATE_ARRAYS, STATE_JSON = "trainer_state.safetensors", "trainer_state.json"
+WEIGHTS, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
+
+logger = logging.getLogger(__name__)
+
+
+class SaveError(OSError):
+    """A model or checkpoint could not be written: one line with the path and the system's reason."""
+
+
+# ---- write -----------------------------------------------------------------------------------------------------------
 
 
 def checkpoint_folder(run: str | os.PathLike, step: int) -> Path:
     return Path(run) / f"checkpoint-{step}"
 
 
-def save_checkpoint(folder: str | os.PathLike, model, tokenizer, optimizer_state: dict, state: dict) -> Path:
+def save_checkpoint(folder: str | os.PathLike, model, tokenizer, arrays: dict, state: dict, others=None) -> Path:
     """Write model, tokenizer (None: no tokenizer) and trainer state to `folder`, replacing an older one of that name.
 
-    optimizer_state: name -> array of any device. state: JSON values; everything that an exact resume needs and that is
-    no array (step, RNG, data position).
+    arrays: name -> array of any device. state: JSON values; everything that an exact resume needs and that is no array
+    (step, data position). others: name -> a further model, written to the subfolder of that name. SaveError if a file
+    cannot be written; then nothing of it stays.
     """
     from ..models.weights import save_model  # late: this module's readers need no model
 
     folder = Path(folder)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    for left_over in folder.parent.glob(".checkpoint-*.tmp-*"):  # of a run that was killed while it saved
-        shutil.rmtree(left_over)
-    temporary = folder.with_name(f".checkpoint-{folder.name}.tmp-{os.getpid()}")
-    temporary.mkdir()
+    temporary = folder.with_name(f".{folder.name}.tmp-{os.getpid()}")
     try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        _remove_left_overs(folder.parent)
+        temporary.mkdir()
         save_model(model, temporary)
+        for name, other in (others or {}).items():
+            save_model(other, temporary / name)
         if tokenizer is not None:
             tokenizer.save(temporary)
-        arrays = {name: backend_of(array).to_numpy(array) for name, array in optimizer_state.items()}
-        save_file(arrays, temporary / STATE_ARRAYS)
+        on_host = {name: backend_of(array).to_numpy(array) for name, array in arrays.items()}
+        save_file(on_host, temporary / STATE_ARRAYS)
         (temporary / STATE_ARRAYS).chmod(0o644)  # safetensors makes it readable by the owner alone
         (temporary / STATE_JSON).write_text(json.dumps(state, indent=1, default=_number) + "\n", encoding="utf-8")
-        if folder.exists():  # renamed away first, so that no half-deleted folder ever bears the name
-            replaced = folder.with_name(f".checkpoint-{folder.name}.tmp-old")
+        _flush_to_disk(temporary)
+        replaced = folder.with_name(f".{folder.name}.tmp-replaced-{os.getpid()}")
+        if folder.exists():  # both renames lie side by side: only a kill between them would leave no folder of the name
             os.rename(folder, replaced)
-            os.rename(temporary, folder)
-            shutil.rmtree(replaced)
-        else:
-            os.rename(temporary, folder)
-    except BaseException:
+        os.rename(temporary, folder)
+        shutil.rmtree(replaced, ignore_errors=True)
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or " ".join(str(error).split())
+        raise SaveError(f"{folder} could not be saved: {reason}") from error
+    finally:
         shutil.rmtree(temporary, ignore_errors=True)
-        raise
     return folder
 
 
+def _flush_to_disk(folder: Path) -> None:
+    """Wait until every file is on the disk: some disks say only then that they are full, and a rename that reaches the
+    disk before the files would name an empty checkpoint.
+    """
+    for path in (*folder.rglob("*"), folder):
+        descriptor = None
+        try:
+            descriptor = os.open(path, os.O_RDONLY)
+            os.fsync(descriptor)
+        except OSError:
+            if not path.is_dir() and os.name == "posix":  # elsewhere folders, and files open for reading, have no fsync
+                raise
+        finally:
+            if descriptor is not None:
+                os.close(descriptor)
+
+
+def remove_checkpoint(folder: Path) -> None:
+    """Delete a checkpoint under another name, so that a half-deleted folder never bears its own."""
+    removed = folder.with_name(f".{folder.name}.tmp-removed-{os.getpid()}")
+    os.rename(folder, removed)
+    shutil.rmtree(removed, ignore_errors=True)
+
+
+def _remove_left_overs(run: Path) -> None:
+    """Delete what runs left that were killed while they saved or deleted."""
+    for path in run.glob(".checkpoint-*.tmp-*"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def rotate_checkpoints(run: str | os.PathLike, save_total_limit: int | None) -> list[Path]:
+    """Delete the oldest checkpoints beyond the limit (None: keep all); returns what was deleted."""
+    surplus = [] if save_total_limit is None else list_checkpoints(run)[:-save_total_limit]
+    for path in surplus:
+        remove_checkpoint(path)
+    return surplus
+
+
+def set_aside_later(run: str | os.PathLike, step: int) -> list[Path]:
+    """Rename the checkpoints after `step`, from which a run goes on in another way: no later resume takes them."""
+    moved = []
+    for path in list_checkpoints(run):
+        if int(CHECKPOINT_NAME.fullmatch(path.name)[1]) > step:
+            moved.append(free_name(path.with_name(f"{path.name}.before-{step}")))
+            os.rename(path, moved[-1])
+    return moved
+
+
+def free_name(path: Path) -> Path:
+    """`path`, or with -2, -3, … before its suffix if it is taken."""
+    name, number = path, 1
+    while name.exists():
+        number += 1
+        name = path.with_name(f"{path.stem}-{number}{path.suffix}")
+    return name
+
+
+def _number(value):
+    """NumPy scalars and arrays in the JSON state."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(f"trainer state holds a {type(value).__name__}, which JSON cannot; keep arrays in `arrays`")
+
+
+# ---- find and read ---------------------------------------------------------------------------------------------------
+
+
 def load_checkpoint(folder: str | os.PathLike) -> tuple[dict, dict]:
-    """-> (optimizer_state as NumPy arrays, state). Model and tokenizer load from the same folder as any model does."""
+    """-> (arrays as NumPy arrays, state). Model and tokenizer load from the same folder as any model does."""
     folder = Path(folder)
     for name in (STATE_ARRAYS, STATE_JSON):
         if not (folder / name).is_file():
@@ -85,8 +168,36 @@ def list_checkpoints(run: str | os.PathLike) -> list[Path]:
 
 
 def latest_checkpoint(run: str | os.PathLike) -> Path | None:
-    """The checkpoint of the highest step, or None."""
-    return next(reversed(list_checkpoints(run)), None)
+    """The whole checkpoint of the highest step, or None. One that is not whole is passed over with a warning."""
+    for path in reversed(list_checkpoints(run)):
+        if (problem := why_not_whole(path)) is None:
+            return path
+        logger.warning("%s is not whole (%s) and is passed over", path, problem)
+    return None
+
+
+def why_not_whole(folder: Path) -> str | None:
+    """What is wrong with a checkpoint folder at first sight: a missing file, or one that a copy cut short."""
+    for name in ("config.json", STATE_JSON, STATE_ARRAYS):
+        if not (folder / name).is_file():
+            return f"{name} is missing"
+    if not has_model(folder):
+        return f"{WEIGHTS} is missing"
+    cut = [path.name for path in sorted(folder.rglob("*.safetensors")) if not _has_its_length(path)]
+    return f"{cut[0]} is cut short" if cut else None
+
+
+def _has_its_length(path: Path) -> bool:
+    """Whether a safetensors file is as long as its header says."""
+    size = path.stat().st_size
+    try:
+        with open(path, "rb") as file:
+            header_size = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(header_size)) if header_size <= size else None
+        ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError):
+        return False
+    return size == 8 + header_size + max(ends, default=0)
 
 
 def find_checkpoint(resume_from: str | os.PathLike | bool, run: str | os.PathLike | None) -> Path:
@@ -101,21 +212,52 @@ def find_checkpoint(resume_from: str | os.PathLike | bool, run: str | os.PathLik
     found = latest_checkpoint(folder)
     if found is None:
         raise ValueError(
-            f"resume_from_checkpoint: {folder} is neither a checkpoint nor a run folder with checkpoint-N in it"
+            f"resume_from_checkpoint: {folder} is neither a checkpoint nor a run folder with a whole checkpoint-N in it"
         )
     return found
 
 
-def rotate_checkpoints(run: str | os.PathLike, save_total_limit: int | None) -> list[Path]:
-    """Delete the oldest checkpoints beyond the limit (None: keep all); returns what was deleted."""
-    surplus = [] if save_total_limit is None else list_checkpoints(run)[:-save_total_limit]
-    for path in surplus:
-        shutil.rmtree(path)
-    return surplus
+# ---- the final model -------------------------------------------------------------------------------------------------
 
 
-def _number(value):
-    """NumPy scalars and arrays in the JSON state."""
-    if hasattr(value, "tolist"):
-        return value.tolist()
-    raise TypeError(f"trainer state holds a {type(value).__name__}, which JSON cannot; keep arrays in optimizer_state")
+def has_model(folder: str | os.PathLike) -> bool:
+    """Whether a folder is a model folder: config.json and weights."""
+    folder = Path(folder)
+    return (folder / "config.json").is_file() and any((folder / name).is_file() for name in (WEIGHTS, WEIGHTS_INDEX))
+
+
+def newest_model(folder: str | os.PathLike) -> Path | None:
+    """The model folder that `folder` stands for: itself, or the newest whole checkpoint of a run that has not ended.
+
+    None if it is neither a model nor a run folder with a checkpoint.
+    """
+    return Path(folder) if has_model(folder) else latest_checkpoint(folder)
+
+
+def publish_model(checkpoint: Path, run: Path) -> None:
+    """Put a checkpoint's model at the top of its run folder, so that the run folder is a model folder.
+
+    Files are hard links to the checkpoint's where the file system can, copies elsewhere; config.json comes last, and
+    without it the folder is no model. SaveError if a file cannot be written.
+    """
+    files = [path for path in checkpoint.iterdir() if path.is_file() and path.name not in (STATE_ARRAYS, STATE_JSON)]
+    for path in sorted(files, key=lambda path: path.name == "config.json"):
+        temporary = run / f".{path.name}.tmp-{os.getpid()}"
+        try:
+            temporary.unlink(missing_ok=True)
+            try:
+                os.link(path, temporary)
+            except OSError:
+                shutil.copyfile(path, temporary)
+            os.replace(temporary, run / path.name)
+        except OSError as error:
+            raise SaveError(f"the final model could not be saved to {run}: {error.strerror}") from error
+        finally:
+            with suppress(OSError):
+                temporary.unlink(missing_ok=True)  # a rename between two links to one file leaves both
+
+
+def withdraw_model(run: Path) -> None:
+    """Take the final model away from the top of a run that goes on: until it ends, its newest model is a checkpoint."""
+    for name in ("config.json", WEIGHTS_INDEX, *(path.name for path in sorted(run.glob("model*.safetensors")))):
+        (run / name).unlink(missing_ok=True)

@@ -1,36 +1,50 @@
-"""A run folder on disk: config.yaml, metrics.jsonl, completions.jsonl, checkpoint-N/."""
+"""A run folder on disk: config.yaml, metrics.jsonl, completions.jsonl, checkpoint-N/, at its top the final model."""
 
+import logging
 import os
 import re
 from pathlib import Path
 
 import yaml
 
-CHECKPOINT_NAME = re.compile(r"checkpoint-(\d+)")
+from .checkpoint import free_name, has_model, latest_checkpoint, list_checkpoints
+from .metrics import last_logged_step
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
+
+logger = logging.getLogger(__name__)
 
 
 def open_run_folder(output_dir: str | os.PathLike | None, label: str, resume: bool = False) -> Path:
     """Make and return the run folder.
 
-    Without `output_dir` a fresh one: runs/<label>-001, -002, ... Raises ValueError if `output_dir` holds another run
-    and this one does not resume it.
+    Without `output_dir` a fresh one: runs/<label>-001, -002, ... Raises ValueError if `output_dir` cannot be made, or
+    holds another run (a step or a checkpoint) or a model and this run does not resume it.
     """
-    if output_dir is None:
-        return _fresh_run_folder(label)
-    folder = Path(output_dir)
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"output_dir {folder} is a file; give a folder")
-    if not resume and folder.is_dir() and _holds_run(folder):
-        raise ValueError(
-            f"output_dir {folder} already holds a run; choose another folder, or continue that run with "
-            f"--resume_from_checkpoint latest"
-        )
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = Path("runs" if output_dir is None else output_dir)
+    try:
+        if folder.exists() and not folder.is_dir():
+            raise ValueError(f"output_dir {folder} is a file; give a folder")
+        if output_dir is None:
+            return _fresh_run_folder(folder, label)
+        if not resume and folder.is_dir():
+            _check_free(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"output_dir {folder} cannot be made: {_reason(error, folder)}") from error
     return folder
 
 
-def _fresh_run_folder(label: str) -> Path:
-    base = Path("runs")
+def _reason(error: OSError, folder: Path) -> str:
+    """The system's reason, or the file that stands where a folder must."""
+    above = next((path for path in folder.parents if path.exists()), None)
+    return f"{above} is a file" if above is not None and not above.is_dir() else str(error.strerror or error)
+
+
+def _fresh_run_folder(base: Path, label: str) -> Path:
     base.mkdir(exist_ok=True)
     label = re.sub(r"[^A-Za-z0-9._-]+", "-", label).strip("-.") or "run"
     taken = [
@@ -46,16 +60,57 @@ def _fresh_run_folder(label: str) -> Path:
             number += 1
 
 
-def _holds_run(folder: Path) -> bool:
-    return any(
-        path.name in ("config.yaml", "metrics.jsonl") or CHECKPOINT_NAME.fullmatch(path.name)
-        for path in folder.iterdir()
-    )
+def _check_free(folder: Path) -> None:
+    """Refuse a folder with something to protect; only advice that works is given."""
+    steps = last_logged_step(folder)
+    if list_checkpoints(folder) or steps > 0:
+        way_out = (
+            "continue that run with --resume_from_checkpoint latest"
+            if latest_checkpoint(folder)
+            else f"delete it (it logged {steps} steps and has no checkpoint to continue from)"
+        )
+        raise ValueError(f"output_dir {folder} already holds a run; choose another folder, or {way_out}")
+    if has_model(folder):
+        raise ValueError(
+            f"output_dir {folder} holds a model, which the run's final model would replace; choose another folder"
+        )
 
 
-def write_run_config(folder: str | os.PathLike, config: dict) -> None:
-    """Write the resolved configuration to config.yaml, readable by --config."""
-    write_text(Path(folder) / "config.yaml", yaml.safe_dump(config, sort_keys=False, allow_unicode=True))
+def leave_run_folder(folder: Path) -> None:
+    """Remove the folder of a run that ended before it had anything to keep, so that nothing is claimed."""
+    left = [path.name for path in folder.iterdir()] if folder.is_dir() else None
+    if left in ([], ["config.yaml"]):
+        (folder / "config.yaml").unlink(missing_ok=True)
+        folder.rmdir()
+
+
+# ---- config.yaml -----------------------------------------------------------------------------------------------------
+
+
+def write_run_config(folder: str | os.PathLike, config: dict, resume_step: int | None = None) -> None:
+    """Write the resolved configuration to config.yaml, readable by --config.
+
+    config.yaml says what runs now. A run resumed at `resume_step` with other options keeps the former file as
+    config.step-N.yaml: the options up to step N.
+    """
+    path = Path(folder) / "config.yaml"
+    text = yaml.safe_dump(config, sort_keys=False, allow_unicode=True)
+    if resume_step is not None and path.is_file():
+        before = path.read_text(encoding="utf-8")
+        if before == text:
+            return
+        if _without_place(before) != _without_place(text):
+            os.replace(path, free_name(path.with_name(f"config.step-{resume_step}.yaml")))
+    write_text(path, text)
+
+
+def _without_place(text: str):
+    """The options of a config.yaml but for output_dir, which changes when a folder is moved."""
+    try:
+        config = yaml.safe_load(text)
+    except yaml.YAMLError:
+        return None
+    return {name: value for name, value in config.items() if name != "output_dir"} if isinstance(config, dict) else None
 
 
 def write_text(path: Path, text: str) -> None:
@@ -63,3 +118,76 @@ def write_text(path: Path, text: str) -> None:
     temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
     temporary.write_text(text, encoding="utf-8")
     os.replace(temporary, path)
+
+
+# ---- one run a folder ------------------------------------------------------------------------------------------------
+
+
+class RunLock:
+    """One run at a time in a folder: .lock holds the process id of the run.
+
+    The lock itself is the system's, which frees it when the process ends in whatever way: the file of a killed run
+    locks nothing. Where the file system knows no locks, nothing is locked.
+    """
+
+    def __init__(self, folder: Path):
+        self.path = folder / ".lock"
+        self._descriptor = None
+        while self._descriptor is None:
+            try:
+                descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
+            except OSError as error:
+                raise ValueError(f"output_dir {folder} cannot be written to: {error.strerror}") from error
+            if not _lock(descriptor):
+                owner = os.read(descriptor, 32).decode("ascii", "replace").strip()
+                os.close(descriptor)
+                raise ValueError(
+                    f"output_dir {folder} is in use by another run (process {owner or 'unknown'}); "
+                    "wait for it, or choose another folder"
+                )
+            if self._is_current(descriptor):
+                self._descriptor = descriptor
+            else:  # its owner ended and deleted it between open and lock
+                os.close(descriptor)
+        os.ftruncate(self._descriptor, 0)
+        os.write(self._descriptor, f"{os.getpid()}\n".encode())
+
+    def _is_current(self, descriptor: int) -> bool:
+        try:
+            return os.path.samestat(os.stat(self.path), os.fstat(descriptor))
+        except FileNotFoundError:
+            return False
+
+    def release(self) -> None:
+        if self._descriptor is not None:
+            if fcntl is not None:
+                self.path.unlink(missing_ok=True)  # before the lock is given up: afterwards it may be another run's
+            os.close(self._descriptor)
+            self._descriptor = None
+            if fcntl is None:
+                self._unlink_closed()
+
+    def _unlink_closed(self) -> None:
+        """Windows deletes no open file."""
+        try:
+            self.path.unlink(missing_ok=True)
+        except OSError:  # another run has opened it meanwhile
+            logger.debug("%s was taken by another run", self.path)
+
+
+def _lock(descriptor: int) -> bool:
+    """Whether the lock is ours now (or the file system has none)."""
+    try:
+        if fcntl is not None:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        else:
+            import msvcrt
+
+            os.lseek(descriptor, 1 << 30, os.SEEK_SET)  # a byte beyond the file, so that others can read the file
+            msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)
+            os.lseek(descriptor, 0, os.SEEK_SET)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return fcntl is not None  # Windows reports a lock that is held as OSError
+    return True

@@ -1,12 +1,19 @@
-"""What a run tells: metrics.jsonl and completions.jsonl in the run folder, and timers of phases."""
+"""What a run tells: metrics.jsonl and completions.jsonl in the run folder, means over steps, timers of phases."""
 
 import json
+import logging
 import math
 import os
 import time
 from collections.abc import Iterable
 from contextlib import contextmanager
 from pathlib import Path
+
+METRICS, COMPLETIONS = "metrics.jsonl", "completions.jsonl"
+# In a logged row these are the newest value; every other metric is the mean over the steps since the last row.
+LATEST = ("learning_rate", "num_tokens", "epoch", "skipped_updates", "loss_scale")
+
+logger = logging.getLogger(__name__)
 
 
 def plain_value(value):
@@ -26,38 +33,70 @@ class MetricsLogger:
     """Appends rows to metrics.jsonl and completions.jsonl in `folder`.
 
     A run resumed from step S begins with `resume_step=S`: rows of later steps, written by the run that was cut off, are
-    dropped, so that each step stands there once.
+    dropped, so that each step stands there once; `redo_last` drops the training row of step S too (its mean covers a
+    part of the steps only). A disk that is full ends nothing: rows wait, in order, until there is room.
     """
 
-    def __init__(self, folder: str | os.PathLike, resume_step: int | None = None):
+    def __init__(self, folder: str | os.PathLike, resume_step: int | None = None, redo_last: bool = False):
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._files = {}
-        for name in ("metrics.jsonl", "completions.jsonl"):
-            if resume_step is not None:
-                _drop_rows_after(self.folder / name, resume_step)
+        self._files: dict = {}
+        self._waiting: dict[str, list[bytes]] = {METRICS: [], COMPLETIONS: []}
+        if resume_step is not None:
+            _drop_rows(self.folder / COMPLETIONS, lambda row: row["step"] > resume_step)
+            _drop_rows(
+                self.folder / METRICS,
+                lambda row: row["step"] > resume_step or (redo_last and row["step"] == resume_step and "loss" in row),
+            )
 
     def log(self, step: int, metrics: dict) -> dict:
         """Write one row {"step": step, **metrics} to metrics.jsonl and return it."""
-        return self._write("metrics.jsonl", step, metrics)
+        row = plain_value({"step": step, **metrics})
+        self._write(METRICS, [row])
+        return row
 
     def log_completions(self, step: int, rows: Iterable[dict]) -> None:
         """Write rows (prompt, completion, reward, ... of one completion each) to completions.jsonl."""
-        for row in rows:
-            self._write("completions.jsonl", step, row)
+        self._write(COMPLETIONS, [plain_value({"step": step, **row}) for row in rows])
 
     def close(self) -> None:
+        for name, lines in self._waiting.items():
+            if lines:
+                logger.warning("%d rows could not be written to %s", len(lines), self.folder / name)
         for file in self._files.values():
             file.close()
         self._files = {}
 
-    def _write(self, name: str, step: int, values: dict) -> dict:
-        row = plain_value({"step": step, **values})
+    def _write(self, name: str, rows: list[dict]) -> None:
+        waiting = self._waiting[name]
+        had_room = not waiting
+        # Half of a surrogate pair, which a model can write, has no UTF-8: it stays as the escape \udXXX.
+        waiting += [
+            (json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n").encode("utf-8", "backslashreplace")
+            for row in rows
+        ]
+        try:
+            while waiting:
+                self._append(name, waiting[0])
+                waiting.pop(0)
+        except OSError as error:
+            if had_room:
+                logger.warning(
+                    "%s cannot be written: %s; rows wait until it can", self.folder / name, error.strerror or error
+                )
+
+    def _append(self, name: str, line: bytes) -> None:
+        """Write a whole line or nothing."""
         if name not in self._files:
-            self._files[name] = open(self.folder / name, "a", encoding="utf-8")
-        self._files[name].write(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n")
-        self._files[name].flush()
-        return row
+            self._files[name] = open(self.folder / name, "ab", buffering=0)
+        file = self._files[name]
+        before = file.seek(0, os.SEEK_END)
+        try:
+            if file.write(line) != len(line):
+                raise OSError("the disk is full")
+        except OSError:
+            file.truncate(before)
+            raise
 
 
 def read_jsonl(path: str | os.PathLike) -> list[dict]:
@@ -70,15 +109,49 @@ def read_jsonl(path: str | os.PathLike) -> list[dict]:
     return rows
 
 
-def _drop_rows_after(path: Path, step: int) -> None:
+def last_logged_step(folder: Path) -> int:
+    """The highest step in metrics.jsonl; 0 without one (an evaluation before the first step has step 0)."""
+    path = folder / METRICS
+    try:
+        return max((row["step"] for row in read_jsonl(path)), default=0) if path.is_file() else 0
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is damaged ({error}); choose another folder, or mend or delete it") from error
+
+
+def _drop_rows(path: Path, dropped) -> None:
+    """Rewrite a log file without the rows for which dropped(row); without any row it is deleted."""
     if not path.exists():
         return
+    rows = [row for row in read_jsonl(path) if not dropped(row)]
     temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
-    with open(temporary, "w", encoding="utf-8") as file:
-        for row in read_jsonl(path):
-            if row["step"] <= step:
-                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+    with open(temporary, "w", encoding="utf-8", errors="backslashreplace") as file:
+        for row in rows:
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
     os.replace(temporary, path)
+    if not rows:
+        path.unlink()
+
+
+class MetricsWindow:
+    """Metrics of the steps since the last logged row."""
+
+    def __init__(self, values: dict[str, list[float]] | None = None):
+        self.values = values or {}  # JSON values, for a checkpoint between two rows
+
+    def __bool__(self) -> bool:
+        return bool(self.values)
+
+    def add(self, metrics: dict) -> None:
+        for name, value in metrics.items():
+            if value is not None and not (math.isnan(value) and name not in ("loss", "grad_norm")):
+                self.values.setdefault(name, []).append(float(value))
+
+    def row(self) -> dict:
+        return {name: found[-1] if name in LATEST else sum(found) / len(found) for name, found in self.values.items()}
+
+    def pop(self) -> dict:
+        row, self.values = self.row(), {}
+        return row
 
 
 class Timer:

@@ -1,23 +1,31 @@
-"""Run folders and checkpoints: whole or not there, found again, rotated, resumable."""
+"""Checkpoints: whole or not there, found again, rotated, resumable; the final model."""
 
+import errno
 import json
+import os
 
 import numpy as np
 import pytest
-import yaml
+from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
 from cukit.models.weights import load_model
+from cukit.runs import checkpoint
 from cukit.runs.checkpoint import (
+    SaveError,
     checkpoint_folder,
     find_checkpoint,
+    has_model,
     latest_checkpoint,
     list_checkpoints,
     load_checkpoint,
+    newest_model,
+    publish_model,
     rotate_checkpoints,
     save_checkpoint,
+    why_not_whole,
+    withdraw_model,
 )
-from cukit.runs.folder import open_run_folder, write_run_config
 
 
 @pytest.fixture
@@ -57,9 +65,9 @@ def test_a_failed_save_leaves_the_old_checkpoint(tmp_path, model):
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-1"]
 
 
-def test_latest_is_by_number_and_rotation_drops_the_oldest(tmp_path):
+def test_latest_is_by_number_and_rotation_drops_the_oldest(tmp_path, model):
     for step in (9, 100, 20):
-        (tmp_path / f"checkpoint-{step}").mkdir()
+        save_checkpoint(tmp_path / f"checkpoint-{step}", model, None, {}, {})
     (tmp_path / "checkpoint-best").mkdir()
     assert latest_checkpoint(tmp_path) == tmp_path / "checkpoint-100"
     assert rotate_checkpoints(tmp_path, None) == []
@@ -97,18 +105,95 @@ def test_damaged_state_is_named(tmp_path, model):
         load_checkpoint(folder)
 
 
-def test_a_run_folder_is_fresh_or_named(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert [str(open_run_folder(None, "grpo tiny/x")) for _ in range(2)] == [
-        "runs/grpo-tiny-x-001",
-        "runs/grpo-tiny-x-002",
-    ]
-    named = open_run_folder("mine", "grpo")
-    write_run_config(named, {"learning_rate": 1e-4, "reward_funcs": ["gsm8k"]})
-    assert yaml.safe_load((named / "config.yaml").read_text()) == {"learning_rate": 1e-4, "reward_funcs": ["gsm8k"]}
-    with pytest.raises(ValueError, match="already holds a run"):
-        open_run_folder("mine", "grpo")
-    assert open_run_folder("mine", "grpo", resume=True) == named
+# ---- whole or not there ----------------------------------------------------------------------------------------------
+
+
+def test_c8_a_checkpoint_that_is_partly_there_is_passed_over(tmp_path, model, caplog):
+    """A file is missing or cut short (a copy that broke off): the one before is taken, and that is said."""
+    before = save_checkpoint(tmp_path / "checkpoint-1", model, None, {"m": np.zeros(9)}, {})
+    files = ("config.json", "model.safetensors", "trainer_state.json", "trainer_state.safetensors")
+    for name in files:
+        for cut in (0, 8, -1, None):
+            folder = save_checkpoint(tmp_path / "checkpoint-2", model, None, {"m": np.zeros(9)}, {})
+            assert why_not_whole(folder) is None
+            whole = (folder / name).read_bytes()
+            if cut is None:
+                (folder / name).unlink()
+            elif name.endswith(".json"):
+                continue  # damage inside a text is found when it is read
+            else:
+                (folder / name).write_bytes(whole[:cut])
+            caplog.clear()
+            assert latest_checkpoint(tmp_path) == before == find_checkpoint("latest", tmp_path), (name, cut)
+            assert name in caplog.text and "checkpoint-2 is not whole" in caplog.text
+            assert newest_model(tmp_path) == before
+
+
+def test_c8_a_save_that_fails_is_one_line_with_the_path(tmp_path, model, monkeypatch):
+    """Whatever fails, wherever: nothing of it stays."""
     (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match="is a file"):
-        open_run_folder("file", "grpo")
+    with pytest.raises(SaveError, match="file/checkpoint-1 could not be saved: "):
+        save_checkpoint(tmp_path / "file" / "checkpoint-1", model, None, {}, {})
+    for name in ("save_file", "_flush_to_disk"):
+        with monkeypatch.context() as patch:
+            patch.setattr(checkpoint, name, raising(OSError(errno.ENOSPC, "No space left on device")))
+            with pytest.raises(SaveError, match="checkpoint-1 could not be saved: No space left on device$"):
+                save_checkpoint(tmp_path / "checkpoint-1", model, None, {}, {})
+        assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    monkeypatch.setattr(checkpoint, "save_file", raising(SafetensorError("Error while serializing: I/O error\nx")))
+    with pytest.raises(SaveError, match="could not be saved: Error while serializing: I/O error x"):
+        save_checkpoint(tmp_path / "checkpoint-1", model, None, {}, {})
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def raising(error):
+    def function(*_, **__):
+        raise error
+
+    return function
+
+
+def test_a_half_deleted_checkpoint_never_bears_its_name(tmp_path, model, monkeypatch):
+    for step in (1, 2):
+        save_checkpoint(tmp_path / f"checkpoint-{step}", model, None, {}, {})
+    monkeypatch.setattr("shutil.rmtree", lambda *_, **__: None)  # killed at the beginning
+    rotate_checkpoints(tmp_path, 1)
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["checkpoint-2"]
+
+
+# ---- the final model -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_c12_the_final_model_stands_at_the_top(tmp_path, model, monkeypatch, links):
+    folder = save_checkpoint(tmp_path / "checkpoint-1", model, None, {}, {})
+    if not links:
+        monkeypatch.setattr("os.link", raising(OSError(errno.EPERM, "no links here")))
+    assert newest_model(tmp_path) == folder and not has_model(tmp_path)
+    for _ in range(2):
+        publish_model(folder, tmp_path)
+        names = ["checkpoint-1", "config.json", "model.safetensors"]
+        assert sorted(path.name for path in tmp_path.iterdir()) == names
+    assert newest_model(tmp_path) == tmp_path
+    assert (tmp_path / "model.safetensors").samefile(folder / "model.safetensors") == links
+    assert find_checkpoint(tmp_path, None) == folder  # a resume still finds the trainer's state
+    withdraw_model(tmp_path)
+    assert newest_model(tmp_path) == folder and [path.name for path in tmp_path.iterdir()] == ["checkpoint-1"]
+    assert newest_model(tmp_path / "nothing") is None
+
+
+def test_c12_a_final_model_is_whole_or_not_there(tmp_path, model, monkeypatch):
+    """config.json comes last, and without it a folder is no model."""
+    folder, replace = save_checkpoint(tmp_path / "checkpoint-1", model, None, {}, {}), os.replace
+    (folder / "tokenizer.json").write_text("{}")
+
+    def fails(source, target):
+        if str(target).endswith("tokenizer.json"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        replace(source, target)
+
+    monkeypatch.setattr("os.replace", fails)
+    with pytest.raises(SaveError, match="the final model could not be saved to .*: No space left"):
+        publish_model(folder, tmp_path)
+    assert newest_model(tmp_path) == folder and not list(tmp_path.glob(".*"))
+    assert not (tmp_path / "config.json").exists()

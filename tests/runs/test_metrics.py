@@ -1,12 +1,12 @@
-"""metrics.jsonl and completions.jsonl, the plain progress lines, the timer."""
+"""metrics.jsonl and completions.jsonl, means over steps, the timer."""
 
+import errno
 import json
 import time
 
 import numpy as np
 
-from cukit.runs.metrics import MetricsLogger, Timer, read_jsonl
-from cukit.runs.progress import Progress, format_seconds
+from cukit.runs.metrics import MetricsLogger, MetricsWindow, Timer, read_jsonl
 
 
 def test_rows_hold_plain_json(tmp_path):
@@ -39,28 +39,79 @@ def test_resumed_run_writes_each_step_once(tmp_path):
     ]
 
 
-def test_progress_without_a_terminal_is_one_line_a_step(capsys):
-    with Progress(4, "grpo", live=False) as progress:
-        progress.update(0, {"eval/accuracy": 0.25})
-        progress.advance(1)
-        progress.update(
-            2, {"reward": 0.5, "completions/mean_length": 12.0, "tokens_per_second": 1234.4, "loss": float("nan")}
-        )
-        progress.message("[red]as it is[/red]")
-    first, second, third = capsys.readouterr().out.splitlines()
-    assert first == "grpo step 0/4  accuracy 0.250"
-    assert second.startswith(
-        "grpo step 2/4  reward 0.500  accuracy 0.250  length 12.0  tokens/s 1,234  "
-    ) and second.endswith(" left")
-    assert third == "[red]as it is[/red]"
+def test_a_resumed_run_writes_a_partial_mean_anew(tmp_path):
+    """The row of the steps before a stop is dropped; the evaluation of that step is not."""
+    logger = MetricsLogger(tmp_path)
+    logger.log(2, {"loss": 1})
+    logger.log(3, {"loss": 1})
+    logger.log(3, {"eval/loss": 1})
+    logger.close()
+    MetricsLogger(tmp_path, resume_step=3, redo_last=True)
+    assert [list(row) for row in read_jsonl(tmp_path / "metrics.jsonl")] == [["step", "loss"], ["step", "eval/loss"]]
+    MetricsLogger(tmp_path, resume_step=-1)
+    assert not list(tmp_path.iterdir())
 
 
-def test_live_progress_draws(capsys):
-    with Progress(4, "grpo", start_step=1, live=True) as progress:
-        progress.update(2, {"reward": 0.5})
-        progress.message("[red]as it is[/red]")
-    out = capsys.readouterr().out
-    assert "2/4" in out and "reward 0.500" in out and "[red]as it is[/red]" in out
+def test_c8_rows_wait_until_there_is_room(tmp_path, monkeypatch, caplog):
+    """A full disk: no half line, one warning, nothing lost once there is room."""
+    logger, append = MetricsLogger(tmp_path), MetricsLogger._append
+
+    def full(self, name, line):
+        append(self, name, line[:5])  # the system wrote a part
+        self._files[name].truncate(self._files[name].tell() - 5)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    logger.log(1, {"loss": 1})
+    with monkeypatch.context() as patch:
+        patch.setattr(MetricsLogger, "_append", full)
+        logger.log(2, {"loss": 2})
+        logger.log_completions(2, [{"completion": "x"}])
+        logger.log(3, {"loss": 3})
+    assert len(read_jsonl(tmp_path / "metrics.jsonl")) == 1 and len(caplog.messages) == 2
+    logger.log(4, {"loss": 4})
+    logger.close()
+    assert [row["step"] for row in read_jsonl(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4]
+    assert "1 rows could not be written to" in caplog.text  # the completion, for which no room was tried again
+
+
+def test_a_line_is_whole_or_not_there(tmp_path):
+    class Short:
+        """A file on a disk with room for three bytes."""
+
+        def __init__(self, file):
+            self.file = file
+
+        def write(self, line):
+            return self.file.write(line[:3])
+
+        def __getattr__(self, name):
+            return getattr(self.file, name)
+
+    logger = MetricsLogger(tmp_path)
+    logger.log(1, {"loss": 1})
+    whole = (tmp_path / "metrics.jsonl").read_bytes()
+    logger._files["metrics.jsonl"] = Short(logger._files["metrics.jsonl"])
+    logger.log(2, {"loss": 2})
+    assert (tmp_path / "metrics.jsonl").read_bytes() == whole
+    logger.close()
+
+
+def test_half_a_surrogate_pair_is_logged_as_its_escape(tmp_path):
+    logger = MetricsLogger(tmp_path)
+    logger.log_completions(1, [{"completion": "a\ud83d"}])
+    logger.close()
+    assert read_jsonl(tmp_path / "completions.jsonl")[0]["completion"] == "a\ud83d"
+    MetricsLogger(tmp_path, resume_step=1)
+    assert read_jsonl(tmp_path / "completions.jsonl")[0]["completion"] == "a\ud83d"
+
+
+def test_the_window_is_a_mean_and_survives_json(tmp_path):
+    window = MetricsWindow()
+    window.add({"loss": 0.1, "num_tokens": 3, "kl": float("nan"), "reward": None})
+    window.add({"loss": 0.2, "num_tokens": 7})
+    again = MetricsWindow(json.loads(json.dumps(window.values)))
+    assert again and again.row() == window.row() == {"loss": (0.1 + 0.2) / 2, "num_tokens": 7.0}
+    assert window.pop() and not window and MetricsWindow().pop() == {}
 
 
 def test_timer_adds_up_phases():
@@ -71,7 +122,3 @@ def test_timer_adds_up_phases():
     times = timer.pop()
     assert times["time/generate"] >= 0.02 and times["step_time"] >= times["time/generate"]
     assert set(timer.pop()) == {"step_time"}
-
-
-def test_durations_read_well():
-    assert [format_seconds(s) for s in (0.4, 59.6, 200, 7500)] == ["0 s", "1 min 00 s", "3 min 20 s", "2 h 05 min"]

@@ -7,10 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cukit import GRPOConfig, GRPOTrainer
+from cukit import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 from cukit.backend import backend_for
 from cukit.models.config import ModelConfig
 from cukit.models.decoder import Decoder
+from cukit.runs.metrics import read_jsonl
 from cukit.tokenizer import Tokenizer
 
 FOLDER = Path(__file__).parents[2] / "data" / "tiny-qwen3"
@@ -112,3 +113,48 @@ def logged(trainer, name):
 def assert_equal_weights(first, second):
     for (name, x), y in zip(weights_of(first.model).items(), weights_of(second.model).values(), strict=True):
         np.testing.assert_array_equal(x, y, err_msg=name)
+
+
+# ---- SFT runs and what they leave ----
+
+
+def demonstrations(count=12):
+    return [{"prompt": "1" + "+1" * (i % 4) + "=", "completion": str(i % 4 + 1)} for i in range(count)]
+
+
+@pytest.fixture
+def make_sft(make_model, tokenizer, tmp_path):
+    """make_sft(cls=, callbacks=, model=, **options) -> an SFTTrainer of 4 rows a step."""
+    numbers = count()
+
+    def build(cls=SFTTrainer, callbacks=(), model=None, rows=None, evaluate=None, **options):
+        options = (
+            dict(
+                output_dir=str(tmp_path / f"sft{next(numbers)}"),
+                learning_rate=1e-2,
+                max_steps=4,
+                logging_steps=1,
+                per_device_train_batch_size=4,
+                save_steps=0,
+            )
+            | options
+        )
+        return cls(
+            model or make_model(),
+            args=SFTConfig(**options),
+            train_dataset=rows or demonstrations(),
+            eval_dataset=evaluate,
+            processing_class=tokenizer,
+            callbacks=callbacks,
+        )
+
+    return build
+
+
+def rows_without_times(run_folder):
+    """metrics.jsonl without wall-clock times."""
+    timed = ("time/", "step_time", "tokens_per_second", "eval/runtime")
+    return [
+        {name: value for name, value in row.items() if not name.startswith(timed)}
+        for row in read_jsonl(Path(run_folder) / "metrics.jsonl")
+    ]

@@ -1,0 +1,263 @@
+"""One run of a trainer: its folder, its loop, its checkpoints, and how it ends."""
+
+from __future__ import annotations
+
+import logging
+import shlex
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from ..runs import checkpoint
+from ..runs.folder import RunLock, leave_run_folder, open_run_folder, write_run_config
+from ..runs.metrics import MetricsLogger, MetricsWindow
+from ..runs.progress import Progress
+from ..runs.signals import RunStopped
+from .state import POLICY, make_optimizer, restore, state_arrays
+
+logger = logging.getLogger(__name__)
+
+
+class Run:
+    """What lives from train() to its end. `with Run(trainer, resume) as run: run.loop()`
+
+    The folder is claimed by its first logged step or checkpoint: a run that ends before that can be started again by
+    the same command. Between two updates the trainer's state is that of `global_step` finished steps, and can be saved.
+    """
+
+    def __init__(self, trainer, resume):
+        args = trainer.args
+        if trainer.global_step and not resume:
+            raise ValueError(
+                f"this trainer has run {trainer.global_step} steps; make a new one, or go on with "
+                "train(resume_from_checkpoint=…)"
+            )
+        self.trainer, self.window, self.last_row = trainer, MetricsWindow(), {}
+        self.saved_step = None  # the newest checkpoint that this folder is known to hold
+        self.applied = self.skipped = 0  # updates of this run
+        self._updating = self._unsaved = False
+        source = checkpoint.find_checkpoint(resume, args.output_dir) if resume else None
+        # a run that is resumed goes on in its own folder unless another is named
+        folder = args.output_dir or (str(source.parent) if source else None)
+        goes_on = source is not None and Path(folder).resolve() == source.parent.resolve()
+        self.folder = trainer.run_folder = open_run_folder(folder, trainer.label, resume=goes_on)
+        self.lock = RunLock(self.folder)
+        try:
+            self._begin(source, goes_on)
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, *error) -> None:
+        trainer = self.trainer
+        trainer.progress = None
+        if trainer.logger is not None:
+            trainer.logger.close()
+        with suppress(OSError):
+            self.lock.release()
+            leave_run_folder(self.folder)
+
+    def _begin(self, source: Path | None, goes_on: bool) -> None:
+        """Optimizers, the state of a checkpoint, config.yaml, the logs."""
+        trainer = self.trainer
+        for trained in trainer.models.values():
+            trained.optimizer = make_optimizer(trained.model, trainer.args)
+        if source:
+            self._resume(source)
+        step = trainer.global_step
+        if goes_on:
+            self.saved_step = step
+            for moved in checkpoint.set_aside_later(self.folder, step):
+                logger.warning("%s is of steps that are now run again; it was renamed to %s", self.folder, moved.name)
+            if step < trainer.total_steps:
+                checkpoint.withdraw_model(self.folder)
+        write_run_config(self.folder, trainer.run_config(), step if goes_on else None)
+        trainer.logger = MetricsLogger(self.folder, step if goes_on else -1, redo_last=bool(self.window))
+
+    # ---- the loop ----
+
+    def loop(self) -> dict:
+        """Steps until the last one or a stop; returns the last logged row."""
+        trainer = self.trainer
+        if trainer.global_step == trainer.total_steps and not trainer.evaluation_due:
+            trainer.say(
+                f"{self.folder} is already at step {trainer.global_step} of {trainer.total_steps}; "
+                "raise max_steps to go on"
+            )
+            self._publish()
+            return {}
+        logger.info("run folder %s, steps %d of %d", self.folder, trainer.global_step, trainer.total_steps)
+        logger.info("memory:\n%s", trainer.plan.table())
+        with Progress(trainer.total_steps, trainer.label, trainer.global_step) as trainer.progress:
+            try:
+                trainer.call("on_train_begin")
+                self._evaluate_if_due()
+                trainer.timer.pop()
+                while trainer.global_step < trainer.total_steps and not trainer.stop_requested():
+                    self._step()
+            except RunStopped:
+                pass
+            except Exception:
+                self._save_after_error()
+                raise
+            self._end()
+        return self.last_row
+
+    def _step(self) -> None:
+        trainer, args = self.trainer, self.trainer.args
+        metrics = trainer.train_step()
+        step, last = trainer.global_step, trainer.global_step == trainer.total_steps
+        self.window.add(metrics)
+        self._unsaved = True
+        trainer.call("on_step_end", metrics)
+        trainer.progress.advance(step)
+        if last or step % args.logging_steps == 0:
+            self._log(self.window.pop())
+        if not trainer.stop_requested():
+            self._evaluate_if_due()
+        if args.save_steps and step % args.save_steps == 0 and not last:
+            self._save_on_the_way()
+
+    def _log(self, metrics: dict) -> None:
+        self.last_row = self.trainer.logger.log(self.trainer.global_step, metrics)
+        self.trainer.progress.update(self.trainer.global_step, metrics)
+        self.trainer.call("on_log", self.last_row)
+
+    def _evaluate_if_due(self) -> None:
+        """What a stop cuts short stays due: the resumed run begins with it."""
+        if self.trainer.evaluation_due:
+            self.trainer.evaluate()
+            self.trainer.evaluation_due = False
+            self._unsaved = True
+
+    @contextmanager
+    def update(self):
+        """Around an update: what it leaves half done cannot be saved."""
+        self._updating = True
+        yield
+        self._updating = False
+
+    def count_update(self, applied: bool, skipped: bool) -> None:
+        self.applied += applied
+        self.skipped += skipped
+
+    # ---- how it ends ----
+
+    def _end(self) -> None:
+        """Save and say what there is after the last step or a stop."""
+        trainer = self.trainer
+        step, total = trainer.global_step, trainer.total_steps
+        if self.window:  # a stop between two rows: the row so far, which the resumed run writes anew
+            self._log(self.window.row())
+        self._check_updates(finished=step == total)
+        if self._unsaved and step:
+            self.save_checkpoint()
+        if step == total:
+            self._publish()
+        if self.saved_step is None:
+            trainer.say("stopped before the first step; nothing was saved, so the same command starts it again")
+        elif step < total:
+            trainer.say(f"stopped at step {step} of {total}; go on with {self._resume_options()}")
+        elif trainer.evaluation_due:
+            trainer.say(f"stopped in the last evaluation; the model is saved; go on with {self._resume_options()}")
+        trainer.call("on_train_end")
+
+    def _resume_options(self) -> str:
+        return f"--output_dir {shlex.quote(str(self.folder))} --resume_from_checkpoint latest"
+
+    def _check_updates(self, finished: bool) -> None:
+        """A run that learnt nothing because no gradient was finite is no success."""
+        if finished and self.skipped and not self.applied:
+            raise ValueError(
+                f"every update of this run ({self.skipped}) was skipped, because no gradient was finite: nothing was "
+                "learnt and no final model was saved; look for weights that are not finite, lower learning_rate, or "
+                "train in another dtype"
+            )
+        if self.skipped:
+            logger.warning(
+                "%d of %d updates were skipped, because the gradient was not finite",
+                self.skipped,
+                self.skipped + self.applied,
+            )
+
+    def _save_on_the_way(self) -> None:
+        try:
+            self.save_checkpoint()
+        except checkpoint.SaveError as error:
+            logger.warning("%s; training goes on", error)
+
+    def _save_after_error(self) -> None:
+        """Keep the steps that an error between two updates would lose; the error itself goes on."""
+        step = self.trainer.global_step
+        if self._updating or not self._unsaved or not step:
+            return
+        try:
+            self.save_checkpoint()
+        except Exception as error:
+            logger.warning("the %d steps before the error could not be saved: %s", step, error)
+        else:
+            self.trainer.say(
+                f"an error ends the run after step {step} of {self.trainer.total_steps}; the steps are saved; go on "
+                f"with {self._resume_options()}"
+            )
+
+    def _publish(self) -> None:
+        """The final model stands at the top of the run folder."""
+        last = checkpoint.checkpoint_folder(self.folder, self.trainer.total_steps)
+        if last.is_dir() and not checkpoint.has_model(self.folder):
+            checkpoint.publish_model(last, self.folder)
+
+    # ---- checkpoints ----
+
+    def save_checkpoint(self) -> Path:
+        """Write checkpoint-N of the finished steps, and delete the oldest beyond save_total_limit."""
+        trainer = self.trainer
+        arrays, values = trainer.method_state()
+        state = {
+            "global_step": trainer.global_step,
+            "num_tokens": trainer.num_tokens,
+            "evaluations": trainer.evaluations,
+            "evaluation_due": trainer.evaluation_due,
+            "window": self.window.values,
+            "sampler": trainer.sampler.state_dict(),
+            "method": values,
+        }
+        folder = checkpoint.save_checkpoint(
+            checkpoint.checkpoint_folder(self.folder, trainer.global_step),
+            trainer.model,
+            trainer.tokenizer,
+            state_arrays(trainer.models, arrays),
+            state,
+            others={name: trained.model for name, trained in trainer.models.items() if name != POLICY},
+        )
+        self.saved_step, self._unsaved = trainer.global_step, False
+        try:
+            checkpoint.rotate_checkpoints(self.folder, trainer.args.save_total_limit)
+        except OSError as error:
+            logger.warning("an old checkpoint of %s could not be deleted: %s", self.folder, error)
+        trainer.call("on_save", folder)
+        return folder
+
+    def _resume(self, source: Path) -> None:
+        """Take the state of a checkpoint, written by this or an older version."""
+        trainer = self.trainer
+        arrays, state = checkpoint.load_checkpoint(source)
+        try:
+            step, sampler, method = state["global_step"], state["sampler"], state["method"]
+            num_tokens, evaluations = state["num_tokens"], state["evaluations"]
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"{source / checkpoint.STATE_JSON} is no trainer's state: it lacks {error}") from None
+        if step > trainer.total_steps:
+            raise ValueError(
+                f"{source} is at step {step}, beyond this run's {trainer.total_steps} steps; raise max_steps"
+            )
+        own = restore(trainer.models, arrays, source)
+        trainer.global_step, trainer.num_tokens = step, num_tokens
+        trainer.evaluations = [(at, metrics) for at, metrics in evaluations]
+        trainer.evaluation_due = state.get("evaluation_due", False)
+        self.window = MetricsWindow(state.get("window"))
+        trainer.sampler.load_state(sampler)
+        trainer.load_method_state(own, method)
+        trainer.weights_changed()

@@ -1,0 +1,91 @@
+"""What a checkpoint holds of a trainer: named models with their optimizers, by Hugging Face's names of their parts.
+
+The policy's weights are the checkpoint folder's own model; every other model lies in the subfolder of its name. Arrays
+in trainer_state.safetensors: PART.exp_avg, PART.exp_avg_sq, PART.master and optimizer.counters of the policy; those of
+another model begin with NAME/, those of the method (a half-used generation) with method.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..models.decoder import Decoder
+from ..models.weights import load_model
+from ..optim import AdamW
+
+POLICY, METHOD = "policy", "method."
+
+
+@dataclass
+class TrainedModel:
+    """A model that a run trains. The optimizer is made when the run begins."""
+
+    name: str
+    model: Decoder
+    optimizer: AdamW | None = None
+
+
+def make_optimizer(model: Decoder, args) -> AdamW:
+    """The AdamW of a model as the options say; weight decay is not for norms and biases."""
+    decays = {id(p): not name.endswith("bias") and "norm" not in name for name, p in model.named_parameters().items()}
+    return AdamW(
+        model.parameters(),
+        args.learning_rate,
+        (args.adam_beta1, args.adam_beta2),
+        args.adam_epsilon,
+        args.weight_decay,
+        args.max_grad_norm,
+        decay=lambda parameter: decays[id(parameter)],
+    )
+
+
+def state_arrays(models: dict[str, TrainedModel], method: dict) -> dict:
+    """name -> array of everything but weights that an exact resume needs."""
+    arrays = {METHOD + name: array for name, array in method.items()}
+    for name, trained in models.items():
+        arrays |= {_prefix(name) + key: array for key, array in trained.optimizer.state_dict().items()}
+    return arrays
+
+
+def restore(models: dict[str, TrainedModel], arrays: dict, folder: Path) -> dict:
+    """Take weights and optimizer states back from a checkpoint; returns the method's arrays.
+
+    ValueError in one line if the checkpoint holds another model, or lacks one.
+    """
+    method = {name.removeprefix(METHOD): array for name, array in arrays.items() if name.startswith(METHOD)}
+    own = {name: array for name, array in arrays.items() if not name.startswith(METHOD)}
+    known = tuple(_prefix(name) for name in models if name != POLICY)
+    for name, trained in models.items():
+        prefix = _prefix(name)
+        mine = {
+            key.removeprefix(prefix): array
+            for key, array in own.items()
+            if (key.startswith(prefix) if prefix else not key.startswith(known))
+        }
+        source = folder / name if prefix else folder
+        if prefix and not (source.is_dir() and mine):
+            raise ValueError(f"{folder} holds no model {name!r}: it was written by a run without one; start a new run")
+        load_weights(trained.model, source)
+        trained.optimizer.load_state_dict(mine)
+    return method
+
+
+def _prefix(name: str) -> str:
+    return "" if name == POLICY else f"{name}/"
+
+
+def load_weights(model: Decoder, folder: Path) -> None:
+    """Copy the weights of a model folder into a model that exists, part by part; read on the host, so that the device
+    holds one copy only.
+    """
+    parts, stored = model.parts(), load_model(folder, "cpu", model.dtype).parts()
+    for name in sorted(parts.keys() | stored.keys()):
+        ours, theirs = (found[name].shape if name in found else None for found in (parts, stored))
+        if ours != theirs:
+            raise ValueError(
+                f"{folder} holds another model: {name} has shape {theirs or 'none (it is missing)'}, "
+                f"this run's has {ours or 'none'}; resume with the model of that run"
+            )
+    for name, view in parts.items():
+        view[...] = model.backend.array(stored[name])

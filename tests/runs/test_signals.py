@@ -1,0 +1,72 @@
+"""The first signal is a request, the second has its usual effect."""
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+
+from cukit.runs.signals import RunStopped, StopSignal
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_c5_the_first_signal_is_a_request(number, capfd):
+    before = signal.getsignal(number)
+    with StopSignal() as stop:
+        stop.raise_if_requested()
+        os.kill(os.getpid(), number)
+        assert stop.requested and signal.getsignal(number) in (before, signal.default_int_handler)
+        with pytest.raises(RunStopped):
+            stop.raise_if_requested()
+    assert not stop.requested and signal.getsignal(number) is before
+    assert "once more to stop at once" in capfd.readouterr().err
+
+
+def test_c5_the_second_signal_ends_at_once():
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt), StopSignal():
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_c5_code_that_knows_of_no_stop_is_cut():
+    with StopSignal() as stop:
+        with pytest.raises(RunStopped), stop.interruptible():
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(30)
+        with pytest.raises(RunStopped), stop.interruptible():
+            raise AssertionError("entered after the request")
+
+
+def test_c5_a_stop_is_no_exception_that_code_swallows():
+    assert not issubclass(RunStopped, Exception)
+
+
+def test_c5_a_background_job_stops_too():
+    """A shell starts background jobs with SIGINT ignored; one that is sent all the same is meant."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with StopSignal() as stop:
+            os.kill(os.getpid(), signal.SIGINT)
+            assert stop.requested
+            with pytest.raises(KeyboardInterrupt):
+                os.kill(os.getpid(), signal.SIGINT)
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_in_another_thread_request_is_the_way():
+    seen = []
+
+    def work():
+        with StopSignal() as stop:
+            stop.request()
+            seen.append(stop.requested)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert seen == [True]
