@@ -244,7 +244,13 @@ def paged_attention_cases(b: Workbench) -> Iterator[Case]:
     yield Case(
         "paged_decode_attention",
         f"{b.batch} sequences x {b.context} keys; heads {b.heads}/{b.kv_heads} x {b.dim}",
-        lambda: (b.random(b.batch, b.width), *paged_cache(b, contexts), b.backend.array(contexts), b.heads),
+        lambda: (
+            b.random(b.batch, b.width),
+            *paged_cache(b, contexts),
+            b.backend.array(contexts),
+            b.heads,
+            b.context,
+        ),
         b.batch * (2 * query + b.context * key + INT) + INT * blocks,
         2 * product * b.batch * b.context,
     )

@@ -129,7 +129,7 @@ def _decode_row(llm: LLM, load: Workload, subject: Subject) -> dict:
     """Only the steps after the one that gave each request its first token."""
     llm.reset_prefix_cache()
     requests = [llm.add_request(prompt, params) for prompt, params in zip(load.prompts, load.params, strict=True)]
-    while not all(request.sequences[0].completion_ids for request in requests):
+    while not all(request.sequences[0].num_generated for request in requests):
         llm.step()
     steps, preemptions, generated = llm.stats.num_steps, llm.stats.num_preemptions, llm.stats.num_generated_tokens
 

@@ -1,22 +1,25 @@
-"""LLM: generate, chat and score with one model; the public face of the engine."""
+"""LLM: generate, chat and score with one model; the blocking face of the engine."""
 
 from __future__ import annotations
 
 import json
-import random
+import logging
+import math
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
-from operator import index
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
+
+import numpy as np
 
 from ..models.logprobs import token_logprobs
 from ..models.weights import load_model, model_folder
 from ..tokenizer import Tokenizer
-from .block_manager import BlockManager
 from .config import EngineConfig, SamplingParams
-from .model_runner import ModelRunner, fit_memory
-from .scheduler import Scheduler, Step
-from .sequence import CompletionText, Request, Sequence, completion_text
+from .core import EngineCore, EngineStats
+from .request import Request, Sequence
+from .text import completion_text
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -27,7 +30,9 @@ class CompletionOutput:
     text: str
     token_ids: list[int]  # the stop token and the tokens of a stop string included; the text is cut before them
     logprobs: list[float] | None  # of softmax(logits / temperature), one a token; None unless params.logprobs
-    finish_reason: str | None  # "stop", "length" or "abort"
+    # "stop": an end-of-text token, a stop_token_id or a stop string; "length": max_tokens or max_model_len;
+    # "abort"; "error": the model's logits were not finite (the tokens before that are kept)
+    finish_reason: str | None
     stop_reason: int | str | None  # the stop_token_id or stop string that ended it; None for the end-of-text token
     text_delta: str = ""  # with stream=True: what text gained since the last output of this request
 
@@ -42,20 +47,8 @@ class RequestOutput:
     num_cached_tokens: int  # prompt tokens that the prefix cache gave
 
 
-@dataclass(slots=True)
-class EngineStats:
-    """Counts since the engine was made."""
-
-    num_requests: int = 0
-    num_steps: int = 0
-    num_prefill_tokens: int = 0  # computed as prompts, after a preemption also anew
-    num_cached_tokens: int = 0  # not computed, since the prefix cache had them
-    num_generated_tokens: int = 0
-    num_preemptions: int = 0
-
-
 class LLM:
-    """A model with its KV cache.
+    """A model with its KV cache. Any number of threads may call it: one computes, for all.
 
     model: a Hugging Face model folder (or hub name). device: auto | cuda | cpu. dtype: auto (bfloat16 on cuda, float32
     on cpu) | a dtype name. options: the fields of EngineConfig (max_model_len, max_num_seqs, gpu_memory_utilization,
@@ -63,43 +56,51 @@ class LLM:
     """
 
     def __init__(self, model: str | Path, device: str = "auto", dtype: str = "auto", **options):
-        config = _engine_config(options)
+        config = _engine_config(None, options)
         folder = model_folder(model)
         loaded = load_model(folder, device, dtype)
         tokenizer = Tokenizer.from_folder(folder) if (folder / "tokenizer.json").is_file() else None
         self._set_up(loaded, tokenizer, config, _generation_eos(folder))
 
     @classmethod
-    def from_model(cls, model, tokenizer=None, **options) -> LLM:
+    def from_model(cls, model, tokenizer=None, config: EngineConfig | None = None, **options) -> LLM:
         """An engine that shares the weights of a Decoder. After they change, call reset_prefix_cache()."""
         llm = cls.__new__(cls)
-        llm._set_up(model, tokenizer, _engine_config(options), frozenset())
+        llm._set_up(model, tokenizer, _engine_config(config, options), frozenset())
         return llm
 
     def _set_up(self, model, tokenizer, config: EngineConfig, generation_eos: frozenset[int]) -> None:
+        own = model.config.eos_token_id
+        configured = frozenset(own if isinstance(own, list) else [] if own is None else [own])
+        eos = frozenset(tokenizer.eos_token_ids) if tokenizer else (generation_eos or configured)
         self.model, self.tokenizer = model, tokenizer
-        limits = model.config
-        self.vocab_size = min(limits.vocab_size, tokenizer.vocab_size) if tokenizer else limits.vocab_size
-        own_eos = limits.eos_token_id
-        configured = frozenset(own_eos if isinstance(own_eos, list) else [] if own_eos is None else [own_eos])
-        self.eos_token_ids = frozenset(tokenizer.eos_token_ids) if tokenizer else (generation_eos or configured)
-        model.backend.set_exact(config.exact)
-        self.config = fit_memory(config, model)
-        self.stats = EngineStats()
-        self._seeds = random.Random(self.config.seed)
-        self._requests: dict[int, Request] = {}
-        config = self.config
-        self._blocks = BlockManager(config.num_kv_blocks, config.block_size, config.enable_prefix_caching)
-        self._scheduler = Scheduler(self._blocks, config.max_num_seqs, config.max_num_batched_tokens)
-        rows = self._scheduler.max_num_seqs
-        self._runner = ModelRunner(
-            model,
-            rows,
-            config.max_model_len,
-            config.num_kv_blocks,
-            config.block_size,
-            self.vocab_size,
-            config.enforce_eager,
+        self.core = EngineCore(model, tokenizer, config, eos)
+
+    @property
+    def config(self) -> EngineConfig:
+        """The limits in force, what was left open filled in."""
+        return self.core.config
+
+    @property
+    def stats(self) -> EngineStats:
+        return self.core.stats
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids that can be drawn and count: at most the tokenizer's."""
+        return self.core.vocab_size
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        return self.core.eos_token_ids
+
+    def __repr__(self) -> str:
+        shape, config, backend = self.model.config, self.config, self.model.backend
+        cache = f"{self.core.runner.cache_bytes / 1e9:.2f} GB" if self.core.is_awake else "asleep"
+        return (
+            f"LLM({shape.num_hidden_layers} layers, hidden_size={shape.hidden_size}, vocab_size={self.vocab_size}, "
+            f"{self.model.dtype.name} on {backend.name}; KV cache {cache}: {config.num_kv_blocks} blocks of "
+            f"{config.block_size} tokens; max_model_len={config.max_model_len}, max_num_seqs={self.core.rows.capacity})"
         )
 
     # ---- generate ----
@@ -110,25 +111,27 @@ class LLM:
         """Complete prompts: text, ids, or a list of either; sampling_params for all, or one for each.
 
         Returns a RequestOutput for each prompt, in their order (a list even for a single prompt). With stream=True an
-        iterator that yields the RequestOutput of a prompt whenever it has grown, each sample with what it has so far
-        and its text_delta. A request without a seed gets one from the engine's generator, which config.seed starts: the
-        same calls give the same draws.
+        iterator that yields the RequestOutput of a prompt whenever it has grown since the last one, each sample with
+        what it has so far and its text_delta; an iterator that is dropped ends its requests. A request without a seed
+        gets one from the engine's generator, which config.seed starts: the same calls give the same draws. ValueError
+        if the logits of every sample were not finite.
         """
-        if isinstance(prompts, str) or (isinstance(prompts, list) and prompts and isinstance(prompts[0], int)):
-            prompts = [prompts]
-        prompts = list(prompts)
-        if isinstance(sampling_params, list) and len(sampling_params) != len(prompts):
-            raise ValueError(
-                f"{len(sampling_params)} sampling_params for {len(prompts)} prompts: give one for all, or one for each"
-            )
-        params = sampling_params
-        if not isinstance(params, list):
-            params = [SamplingParams() if params is None else params] * len(prompts)
-        self._require_awake()
-        # Every prompt is checked before the first is queued.
-        checked = [self._check_prompt(*pair, number) for number, pair in enumerate(zip(prompts, params, strict=True))]
-        outputs = self._stream(checked, params)
-        return outputs if stream else self._run_to_end(checked, params)
+        prompts, params = _one_each(prompts, sampling_params)
+        checked = self._check(prompts, params)
+        if stream:
+            return self._stream(checked, params)
+        requests = self._run(checked, params)
+        _report_errors(requests)
+        return [self._output(request, number, False) for number, request in enumerate(requests)]
+
+    def run(self, prompts, sampling_params: SamplingParams | list[SamplingParams] | None = None) -> list[Request]:
+        """generate() for programs: the finished requests, whose samples (request.sequences) hold arrays.
+
+        A prompt is text, a list of ids or an integer array. A sample has token_ids (prompt + completion, int32),
+        prompt_length, logprobs (one a completion token), finish_reason, stop_reason; its text is text_of(sample).
+        """
+        prompts, params = _one_each(prompts, sampling_params)
+        return self._run(self._check(prompts, params), params)
 
     def chat(self, messages, sampling_params=None, stream: bool = False, tools=None, **template_arguments):
         """generate() after the chat template.
@@ -148,13 +151,27 @@ class LLM:
     def score(self, sequences: list[list[int]], temperature: float = 1.0) -> list:
         """log p(token t | tokens before it) for t ≥ 1 of each sequence, by the training forward pass.
 
-        Returns one float32 array a sequence (float64 for a float64 model), one shorter than the sequence.
+        Returns one float32 array a sequence (float64 for a float64 model), one shorter than the sequence. ValueError
+        for a token that cannot be drawn, since the tokenizer does not have it.
         """
+        number = isinstance(temperature, (int, float, np.number)) and not isinstance(temperature, bool)
+        if not (number and math.isfinite(temperature) and temperature > 0):
+            raise ValueError(
+                f"temperature must be a finite number above 0, got {temperature!r} (the log-probs of greedy "
+                f"completions are those of temperature=1)"
+            )
         longest = self.model.config.max_position_embeddings
-        sequences = [self._check_ids(ids, f"sequence {number}") for number, ids in enumerate(sequences)]
+        sequences = [self.core.check_ids(ids, f"sequence {number}") for number, ids in enumerate(sequences)]
         for number, ids in enumerate(sequences):
             if len(ids) > longest:
                 raise ValueError(f"sequence {number} has {len(ids)} tokens, the model's limit is {longest}: shorten it")
+            if (ids[1:] >= self.vocab_size).any():
+                wrong = next(token for token in ids[1:].tolist() if token >= self.vocab_size)
+                raise ValueError(
+                    f"sequence {number} has the token id {wrong}, which the tokenizer does not have (its ids end at "
+                    f"{self.vocab_size - 1}), so it is never drawn: leave it out, or score without a tokenizer "
+                    f"(LLM.from_model(llm.model))"
+                )
         return token_logprobs(self.model, sequences, temperature, self.vocab_size, self.config.max_num_batched_tokens)
 
     # ---- life cycle ----
@@ -162,24 +179,22 @@ class LLM:
     def reset_prefix_cache(self) -> None:
         """Forget all cached KV, as every update of the weights demands. Refused while requests run."""
         self._require_idle("reset_prefix_cache()")
-        self._blocks.reset_prefix_cache()
+        self.core.reset_prefix_cache()
 
     def sleep(self) -> None:
         """Free the KV cache (the weights stay). Refused while requests run."""
         self._require_idle("sleep()")
-        self._blocks.reset_prefix_cache()
-        self._runner.free_cache()
+        self.core.sleep()
 
     def wake_up(self) -> None:
         """Make the KV cache again, after sleep()."""
-        if self._runner.kv is None:
-            self._runner.allocate_cache()
+        self.core.wake_up()
 
     def close(self) -> None:
         """Abort what runs and free the KV cache."""
-        for request_id in list(self._requests):
-            self.abort(request_id)
-        self.sleep()
+        for request in list(self.core.requests.values()):
+            self.core.abort(request)
+        self.core.sleep()
 
     def __enter__(self) -> LLM:
         return self
@@ -190,185 +205,152 @@ class LLM:
     # ---- one request, one step ----
 
     def add_request(self, prompt, params: SamplingParams, stream: bool = False) -> Request:
-        """Queue a prompt (text or ids); step() makes it grow."""
+        """Queue a prompt (text or ids); step() makes it grow, and so does every other call that computes."""
         self._require_awake()
-        return self._add(*self._check_prompt(prompt, params, len(self._requests)), params, stream)
+        return self.core.add(*self.core.check_prompt(prompt, params, len(self.core.requests)), params, stream)
 
-    def step(self) -> list[Request]:
-        """Compute one step; the requests that grew, each once."""
-        if not self._scheduler.has_work:
-            return []
-        step = self._scheduler.schedule()
-        (tokens, logprobs), completed = self._runner.run(step)
-        grown: dict[int, Request] = {}
-        for seq, token, logprob in zip(step.decodes, tokens, logprobs, strict=True):
-            self._scheduler.computed(seq, 1)
-            self._append(seq, token, logprob)
-            grown[seq.request.request_id] = seq.request
-        self._finish_prompts(step, completed, grown)
-        self._count(step, completed)
-        for request in grown.values():
-            if request.finished:
-                self._requests.pop(request.request_id)
-        return list(grown.values())
+    def step(self) -> None:
+        """Compute one step for all requests."""
+        self.core.step()
 
     def abort(self, request_id: int) -> None:
         """End a request now, its unfinished samples with the finish reason "abort". Unknown ids are ignored."""
-        request = self._requests.pop(request_id, None)
-        if request is None:
-            return
-        leader = request.sequences[0]
-        for number in range(len(request.sequences), request.params.n):
-            prompt = list(request.prompt_ids)
-            request.sequences.append(Sequence(request, number, prompt, len(prompt), leader.limit, leader.stop_ids))
-        for seq in request.sequences:
-            if seq.finish_reason is None:
-                self._scheduler.remove(seq)
-                seq.finish("abort")
+        request = self.core.requests.get(request_id)
+        if request is not None:
+            self.core.abort(request)
 
     def output(self, request: Request, number: int = 0, with_delta: bool = False) -> RequestOutput:
         """A request's samples as they are now."""
-        outputs = [self._completion(seq, with_delta) for seq in request.sequences]
-        prompt, cached = (request.prompt, request.prompt_ids), request.num_cached_tokens
-        return RequestOutput(number, *prompt, outputs, request.finished, cached)
+        with self.core.paused():
+            return self._output(request, number, with_delta)
+
+    def text_of(self, sequence: Sequence) -> str:
+        """The text of a finished sample: without special tokens, cut before what stopped it; "" without a tokenizer."""
+        if sequence.text is not None:
+            return sequence.text.text
+        if self.tokenizer is None:
+            return ""
+        ids = sequence.completion_ids  # a stop token is no part of the text, special or not
+        shown = ids[:-1] if sequence.finish_reason == "stop" else ids
+        return completion_text(self.tokenizer, sequence.request.prompt_ids, shown)
 
     # ---- parts ----
 
-    def _run_to_end(self, checked, params) -> list[RequestOutput]:
-        requests: dict[int, Request] = {}
+    def _check(self, prompts: list, params: list[SamplingParams]) -> list[tuple[np.ndarray, str | None]]:
+        """Every prompt is checked before the first is queued."""
+        self._require_awake()
+        pairs = enumerate(zip(prompts, params, strict=True))
+        return [self.core.check_prompt(*pair, number) for number, pair in pairs]
+
+    def _run(self, checked, params) -> list[Request]:
+        requests: list[Request] = []
         try:
             for prompt, one in zip(checked, params, strict=True):
-                request = self._add(*prompt, one, False)
-                requests[request.request_id] = request
-            unfinished = len(requests)
-            while unfinished:
-                unfinished -= sum(request.finished and request.request_id in requests for request in self.step())
-        finally:  # after an error or an interrupt the engine must be usable
-            for request_id in requests:
-                self.abort(request_id)
-        return [self.output(request, number) for number, request in enumerate(requests.values())]
+                requests.append(self.core.add(*prompt, one))
+            pending = requests[::-1]
+            while pending:
+                if pending[-1].finished:
+                    pending.pop()
+                else:
+                    self.core.step()
+        finally:  # after an error or an interrupt nothing of this call goes on
+            self._abandon(requests)
+        return requests
 
     def _stream(self, checked, params) -> Iterator[RequestOutput]:
-        requests = {}
+        requests: list[Request] = []
         try:
-            for number, (prompt, one) in enumerate(zip(checked, params, strict=True)):
-                requests[self._add(*prompt, one, True).request_id] = number
-            unfinished = len(requests)
-            while unfinished:
-                for request in self.step():
-                    if request.request_id in requests:
-                        unfinished -= request.finished
-                        yield self.output(request, requests[request.request_id], with_delta=True)
+            for prompt, one in zip(checked, params, strict=True):
+                requests.append(self.core.add(*prompt, one, with_text=True))
+            seen = {number: (0, 0) for number in range(len(requests))}  # number -> (tokens, finished samples) then
+            while seen:
+                grown = False
+                for number in list(seen):
+                    output, seen[number] = self._if_grown(requests[number], number, seen[number])
+                    if output is not None:
+                        grown = True
+                        if output.finished:
+                            del seen[number]
+                        yield output
+                if not grown:
+                    self.core.step()
+            _report_errors(requests)
         finally:
-            for request_id in requests:
-                self.abort(request_id)
+            self._abandon(requests)
 
-    def _add(self, prompt_ids: list[int], prompt: str | None, params: SamplingParams, stream: bool) -> Request:
-        seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
-        stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_token_ids)
-        limit = min(len(prompt_ids) + params.max_tokens, self.config.max_model_len)
-        request = Request(self.stats.num_requests, prompt_ids, prompt, params, seed, stop_ids, limit, stream)
-        self.stats.num_requests += 1
-        self._requests[request.request_id] = request
-        self._scheduler.add(Sequence.first_of(request, self._text_of(request)))
-        return request
+    def _if_grown(self, request: Request, number: int, before: tuple) -> tuple[RequestOutput | None, tuple]:
+        """The request's output if it has grown since `before`, and its (tokens, finished samples) now."""
+        with self.core.paused():
+            now = sum(seq.num_generated for seq in request.sequences), request.num_finished
+            return None if now == before else self._output(request, number, True), now
 
-    def _finish_prompts(self, step: Step, completed, grown: dict[int, Request]) -> None:
-        """Count computed prompt tokens; a completed prompt gets its first token, and its forks theirs."""
-        for seq, _, count in step.prefills:
-            self._scheduler.computed(seq, count)
-        for leader, tokens, logprobs in completed:
-            request = leader.request
-            forks = self._scheduler.fork(leader, lambda request=request: self._text_of(request))
-            for seq, token, logprob in zip([leader, *forks], tokens, logprobs, strict=True):
-                self._append(seq, token, logprob)
-                if seq is not leader and seq.finish_reason is None:
-                    self._scheduler.add(seq)
-            grown[request.request_id] = request
+    def _abandon(self, requests: list[Request]) -> None:
+        for request in requests:
+            self.core.abort(request)
 
-    def _append(self, seq: Sequence, token: int, logprob: float) -> None:
-        seq.append(token, logprob)
-        if seq.finish_reason is not None:
-            self._scheduler.remove(seq)
-
-    def _text_of(self, request: Request) -> CompletionText | None:
-        """Text that grows with the tokens costs time at each of them: only where somebody reads it before the end."""
-        if self.tokenizer is None or not (request.params.stop or request.streams):
-            return None
-        return CompletionText(self.tokenizer, request.prompt_ids, request.params.stop)
+    def _output(self, request: Request, number: int, with_delta: bool) -> RequestOutput:
+        outputs = [self._completion(seq, with_delta) for seq in request.sequences]
+        prompt, cached = (request.prompt, request.prompt_ids.tolist()), request.num_cached_tokens
+        return RequestOutput(number, *prompt, outputs, request.finished, cached)
 
     def _completion(self, seq: Sequence, with_delta: bool) -> CompletionOutput:
-        finished, ids = seq.finish_reason is not None, seq.completion_ids
-        text = delta = ""
-        if seq.text is not None:
-            delta = seq.text.take_delta() if with_delta else ""
-            text = seq.text.text if finished else seq.text.text[: seq.text.num_given]
-        elif self.tokenizer is not None:  # a stop token is no part of the text, special or not
-            shown = ids[:-1] if seq.finish_reason == "stop" else ids
-            text = completion_text(self.tokenizer, seq.request.prompt_ids, shown)
-        logprobs = list(seq.logprobs) if seq.request.params.logprobs else None
+        delta = seq.text.take_delta() if with_delta and seq.text is not None else ""
+        finished, ids = seq.finish_reason is not None, seq.completion_ids.tolist()
+        if seq.text is not None and not finished:
+            text = seq.text.text[: seq.text.num_given]
+        else:
+            text = self.text_of(seq)
+        logprobs = seq.logprobs.tolist() if seq.request.params.logprobs else None
         return CompletionOutput(seq.index, text, ids, logprobs, seq.finish_reason, seq.stop_reason, delta)
 
-    def _count(self, step: Step, completed) -> None:
-        stats = self.stats
-        stats.num_steps += 1
-        stats.num_prefill_tokens += sum(count for _, _, count in step.prefills)
-        stats.num_generated_tokens += len(step.decodes) + sum(len(tokens) for _, tokens, _ in completed)
-        stats.num_cached_tokens = self._scheduler.num_cached_tokens
-        stats.num_preemptions = self._scheduler.num_preemptions
-
-    # ---- checks ----
-
-    def _check_prompt(self, prompt, params: SamplingParams, number: int) -> tuple[list[int], str | None]:
-        """(ids, text or None) of a prompt that this engine can complete; ValueError with the numbers if it cannot."""
-        if not isinstance(params, SamplingParams):
-            raise ValueError(f"sampling_params must be SamplingParams, got {type(params).__name__}")
-        if self.tokenizer is None and (isinstance(prompt, str) or params.stop):
-            raise ValueError(
-                "the model folder has no tokenizer.json: give prompts as ids, and stop_token_ids instead of stop"
-            )
-        text = prompt if isinstance(prompt, str) else None
-        ids = self.tokenizer.encode(prompt, add_special_tokens=True) if text is not None else prompt
-        ids = self._check_ids(ids, f"prompt {number}")
-        if len(ids) >= self.config.max_model_len:
-            raise ValueError(
-                f"prompt {number} has {len(ids)} tokens, which leaves no room for a completion within max_model_len="
-                f"{self.config.max_model_len}: shorten the prompt or raise max_model_len"
-                f" (the model's own limit is {self.model.config.max_position_embeddings})"
-            )
-        return ids, text
-
-    def _check_ids(self, ids, what: str) -> list[int]:
-        """ids as a list of int, or ValueError if it is empty or holds something else than ids of the model."""
-        try:
-            ids = [index(token) for token in ids]
-        except TypeError:
-            raise ValueError(f"{what} must be text or a list of token ids, got {ids!r:.60}") from None
-        if not ids:
-            raise ValueError(f"{what} is empty: give at least one token")
-        vocab_size = self.model.config.vocab_size
-        if min(ids) < 0 or max(ids) >= vocab_size:
-            wrong = next(token for token in ids if not 0 <= token < vocab_size)
-            raise ValueError(f"{what} has the token id {wrong}: the model's vocabulary goes from 0 to {vocab_size - 1}")
-        return ids
-
     def _require_idle(self, what: str) -> None:
-        if self._requests:
-            raise ValueError(f"{what} while {len(self._requests)} requests run: let them finish, or abort them")
+        if self.core.requests:
+            raise ValueError(f"{what} while {len(self.core.requests)} requests run: let them finish, or abort them")
 
     def _require_awake(self) -> None:
-        if self._runner.kv is None:
+        if not self.core.is_awake:
             raise ValueError("the engine sleeps: call wake_up() first")
 
 
-def _engine_config(options: dict) -> EngineConfig:
+def _one_each(prompts, sampling_params) -> tuple[list, list[SamplingParams]]:
+    """Prompts as a list, and as many SamplingParams."""
+    first = prompts[0] if isinstance(prompts, (list, np.ndarray)) and len(prompts) else None
+    prompts = [prompts] if isinstance(prompts, str) or isinstance(first, (int, np.integer)) else list(prompts)
+    if not isinstance(sampling_params, list):
+        return prompts, [SamplingParams() if sampling_params is None else sampling_params] * len(prompts)
+    if len(sampling_params) != len(prompts):
+        raise ValueError(
+            f"{len(sampling_params)} sampling_params for {len(prompts)} prompts: give one for all, or one for each"
+        )
+    return prompts, sampling_params
+
+
+def _report_errors(requests: list[Request]) -> None:
+    """Say that samples ended with "error"; ValueError if all of them did."""
+    reasons = [seq.finish_reason for request in requests for seq in request.sequences]
+    count = reasons.count("error")
+    if count and count == len(reasons):
+        raise ValueError(
+            "the model's logits are not finite (NaN or infinity): the weights are damaged or training diverged; load "
+            "an earlier checkpoint"
+        )
+    if count:
+        logger.warning(
+            '%d of %d completions ended with finish_reason "error": the model\'s logits were not finite (NaN or '
+            "infinity)",
+            count,
+            len(reasons),
+        )
+
+
+def _engine_config(config: EngineConfig | None, options: dict) -> EngineConfig:
     known = [field.name for field in fields(EngineConfig)]
     unknown = sorted(set(options) - set(known))
     if unknown:
         raise ValueError(
             f"LLM has no option {', '.join(unknown)}; options are {', '.join(['device', 'dtype', *known])}"
         )
-    return EngineConfig(**options)
+    return EngineConfig(**options) if config is None else replace(config, **options)
 
 
 def _generation_eos(folder: Path) -> frozenset[int]:

@@ -1,9 +1,9 @@
 """Which sequences compute which tokens in a step.
 
-Every step decodes one token of each sequence that is past its prompt, then spends what is left of the token budget on
-prompts, in order of arrival and in chunks. Without a free block the sequence that arrived last is preempted: it gives
-its blocks back and computes its tokens anew later. The oldest sequence is never preempted for another, and each fits
-the pool alone, so every step makes progress.
+A step decodes one token of each row (a sequence past its prompt), then spends what is left of the token budget on spans
+of prompts, in order of arrival. Without a free block the sequence that arrived last is preempted: it gives its blocks
+back and computes its tokens anew later. The oldest sequence is never preempted for another, and each fits the pool
+alone, so every step makes progress.
 """
 
 from __future__ import annotations
@@ -11,147 +11,209 @@ from __future__ import annotations
 from bisect import insort
 from dataclasses import dataclass, field
 
-from .block_manager import BlockManager
-from .sequence import Sequence
+from .blocks import BlockManager
+from .request import Request, Sequence
+from .rows import Rows
+
+
+@dataclass(slots=True)
+class Span:
+    """The tokens first … first + count - 1 of a sequence, computed in one step; `draws` tokens are drawn after the last
+    of them: none inside a prompt; at its end one for the sequence and one for each sample that will fork from it.
+    """
+
+    sequence: Sequence
+    first: int
+    count: int
+    draws: int
 
 
 @dataclass(slots=True)
 class Step:
-    """What the model runner does: copy blocks, then compute."""
+    """What the runner does: copy blocks, then compute all rows (one token each) and the spans."""
 
-    decodes: list[Sequence] = field(default_factory=list)  # one token each: their newest
-    prefills: list[tuple[Sequence, int, int]] = field(default_factory=list)  # (sequence, first token, number of tokens)
-    admitted: list[Sequence] = field(default_factory=list)  # got a row: all of its values must be written
-    changed: list[Sequence] = field(default_factory=list)  # block table changed at its end
+    num_rows: int = 0
+    spans: list[Span] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)  # (from, to); read every source before writing any
 
 
 class Scheduler:
-    def __init__(self, blocks: BlockManager, max_num_seqs: int, max_num_batched_tokens: int):
-        self.blocks = blocks
+    def __init__(self, blocks: BlockManager, rows: Rows, max_num_batched_tokens: int):
+        self.blocks, self.rows = blocks, rows
         self.max_num_batched_tokens = max_num_batched_tokens
-        self.max_num_seqs = min(max_num_seqs, max_num_batched_tokens)  # a step must be able to decode every sequence
         self.waiting: list[Sequence] = []  # by order of arrival, preempted and forked sequences included
-        self.running: list[Sequence] = []  # likewise
-        self._free_rows = list(range(self.max_num_seqs - 1, -1, -1))
+        self.prompts: list[Sequence] = []  # admitted, but not computed to their end; likewise
+        self.held: list[Sequence] = []  # finished, with their KV kept for a continuation; oldest first
         self.num_preemptions = 0
-        self.num_cached_tokens = 0  # given by the prefix cache instead of computed
+        self.num_cached_tokens = 0  # not computed, since their KV was there
+        self._sharing: list[Sequence] = []  # have a row; their last block may belong to other samples too
 
     @property
     def has_work(self) -> bool:
-        return bool(self.waiting or self.running)
+        return bool(self.waiting or self.prompts or self.rows.count)
 
     def add(self, seq: Sequence) -> None:
-        """Queue a sequence; a fork brings the blocks that it shares."""
+        """Queue a sequence; a fork brings the blocks that it shares, a continuation those that it took over."""
         insort(self.waiting, seq, key=_order)
 
     def schedule(self) -> Step:
         step = Step()
-        self._admit_forks(step)
+        self._admit_ready()
         preemptions_before = self.num_preemptions
-        unfinished_prompts = self._schedule_decodes(step)
-        budget = self.max_num_batched_tokens - len(step.decodes)
-        for seq in unfinished_prompts:
-            if budget > 0 and seq.row >= 0:  # else it was preempted just now
-                budget -= self._schedule_chunk(step, seq, budget)
+        self._give_places(step)
+        step.num_rows = self.rows.count
+        budget = self.max_num_batched_tokens - step.num_rows
+        for seq in self.prompts:
+            if budget > 0:
+                budget -= self._add_span(step, seq, budget)
         if self.num_preemptions == preemptions_before:
             self._admit_prompts(step, budget)
-        else:
-            step.admitted = [seq for seq in step.admitted if seq.row >= 0]  # a fork may have lost its row again
-        assert step.decodes or step.prefills or not self.has_work, "the scheduler found nothing to do"
+        assert step.num_rows or step.spans or not self.has_work, "the scheduler found nothing to do"
         return step
 
-    def fork(self, leader: Sequence, make_text) -> list[Sequence]:
-        """The other samples of a leader whose prompt is now computed; they share its blocks and are not queued yet."""
-        count, leader.pending_forks = leader.pending_forks, 0
-        forks = [leader.fork(index, make_text()) for index in range(1, count + 1)]
-        for seq in forks:
-            self.blocks.share(seq.block_table)
-        leader.may_share_tail = count > 0
-        return forks
+    # ---- what became of a step ----
 
     def computed(self, seq: Sequence, count: int) -> None:
-        """`count` more tokens of seq have their KV: offer blocks that became whole to the prefix cache."""
+        """`count` more tokens of a prompt have their KV: offer blocks that became whole to the prefix cache."""
         seq.num_computed += count
-        whole = seq.num_computed // self.blocks.block_size
-        if whole > seq.num_registered:
-            self.blocks.register(seq.token_ids, seq.digests, seq.block_table, seq.num_registered, whole)
-            seq.num_registered = whole
+        self._register(seq)
+
+    def end_prompt(self, seq: Sequence) -> list[Sequence]:
+        """The samples of a prompt that is computed now, seq first; they share its blocks and stand nowhere yet."""
+        self.prompts.remove(seq)
+        forks = [seq.fork() for _ in range(num_forks(seq))]
+        for fork in forks:
+            self.blocks.share(fork.block_table)
+        return [seq, *forks]
+
+    def enter_row(self, seq: Sequence) -> None:
+        self.rows.enter(seq)
+        if seq.may_share_tail:
+            self._sharing.append(seq)
 
     def remove(self, seq: Sequence) -> None:
-        """Take a finished or aborted sequence out, wherever it is."""
-        if seq.row >= 0:
-            self._leave_row(seq)
-        elif seq in self.waiting:
-            self.waiting.remove(seq)
-        self._release(seq)
+        """Take a finished sequence out, wherever it is."""
+        self._take_out(seq)
+        if seq.request.keeps_cache and seq.finish_reason in ("stop", "length"):
+            self.held.append(seq)
+        else:
+            self._release(seq)
+
+    def hand_over(self, old: Sequence, new: Sequence) -> None:
+        """`new`, which begins with all of `old`'s tokens, goes on with old's KV, if that is still there."""
+        if old in self.held:
+            self.held.remove(old)
+            num_kept = old.num_computed
+            if old.may_share_tail and self.blocks.reference_counts[old.block_table[-1]] > 1:
+                num_kept -= num_kept % self.blocks.block_size  # another sample's tokens follow in the last block
+            kept = num_kept // self.blocks.block_size if num_kept < old.num_computed else len(old.block_table)
+            new.block_table, old.block_table = old.block_table[:kept], old.block_table[kept:]
+            new.digests, new.num_registered, new.num_computed = old.digests, old.num_registered, num_kept
+            new.request.num_cached_tokens = num_kept
+            self.num_cached_tokens += num_kept
+            self._release(old)
+
+    def drop_held(self, request: Request | None = None) -> None:
+        """Release the KV that finished samples of a request (or of all) keep."""
+        for seq in [seq for seq in self.held if request is None or seq.request is request]:
+            self.held.remove(seq)
+            self._release(seq)
+
+    def restart(self, requests: list[Request]) -> None:
+        """After an interrupted step: all blocks are free, every unfinished sequence waits, to compute its tokens anew."""
+        self.rows.clear()
+        self.waiting, self.prompts, self.held, self._sharing = [], [], [], []
+        self.blocks.reset()
+        for request in requests:
+            leader = request.sequences[0]
+            if leader.finish_reason or leader.num_generated:  # too late to fork
+                while request.num_missing:
+                    request.new_sequence()
+            for seq in request.sequences:
+                seq.block_table, seq.digests = [], []
+                self._release(seq)
+                if seq.finish_reason is None:
+                    seq.catch_up()
+                if seq.finish_reason is None:
+                    self.add(seq)
 
     # ---- parts of a step ----
 
-    def _admit_forks(self, step: Step) -> None:
+    def _admit_ready(self) -> None:
         """Sequences that wait with their KV in place need only a row."""
-        while self.waiting and self._free_rows and self.waiting[0].block_table:
-            self._enter_row(step, self.waiting.pop(0))
+        while self.waiting and self.waiting[0].is_ready and self._num_running < self.rows.capacity:
+            self.enter_row(self.waiting.pop(0))
 
-    def _schedule_decodes(self, step: Step) -> list[Sequence]:
-        """Give each decoding sequence a place for its newest token; returns the sequences that are not that far yet."""
-        block_size, counts = self.blocks.block_size, self.blocks.reference_counts
-        unfinished_prompts = []
-        for seq in list(self.running):
-            if not seq.is_decoding:
-                unfinished_prompts.append(seq)
-                continue
-            if seq.row < 0:  # preempted for one before it
-                continue
-            needs_block = len(seq.block_table) * block_size <= seq.num_computed
-            if needs_block or (seq.may_share_tail and counts[seq.block_table[-1]] > 1):
-                if not self._make_room(seq):
-                    continue
-                if needs_block:
-                    seq.block_table.append(self.blocks.allocate())
-                    step.changed.append(seq)
-                elif counts[seq.block_table[-1]] > 1:  # making room may have preempted the other owners
-                    self._copy_tail(step, seq)
+    @property
+    def _num_running(self) -> int:
+        """Sequences that have a row, or will when their prompt is computed."""
+        return self.rows.count + len(self.prompts)
+
+    def _give_places(self, step: Step) -> None:
+        """Make sure that each row has a block of its own for its newest token."""
+        full = self.rows.without_place()
+        if full and len(full) <= self.blocks.num_free and not self._sharing:
+            self.rows.give_blocks(full, self.blocks.allocate_many(len(full)))
+            return
+        wanting = {seq: None for seq in [*full, *self._sharing]}
+        for seq in sorted(wanting, key=_order):
+            self._give_place(step, seq)
             seq.may_share_tail = False
-            step.decodes.append(seq)
-        return unfinished_prompts
+        self._sharing.clear()
+
+    def _give_place(self, step: Step, seq: Sequence) -> None:
+        """What the sequence needs is asked again after each preemption, which may have taken the need away."""
+        while seq.row >= 0:
+            full = not self.rows.has_place(seq)
+            if not full and not (seq.may_share_tail and self.blocks.reference_counts[seq.block_table[-1]] > 1):
+                return
+            if self.blocks.num_free == 0:
+                self._make_room()
+            elif full:
+                self.rows.give_blocks([seq], [self.blocks.allocate()])
+            else:
+                self._copy_tail(step, seq)
 
     def _copy_tail(self, step: Step, seq: Sequence) -> None:
         """Copy on write: the last block becomes this sequence's own."""
         shared, own = seq.block_table[-1], self.blocks.allocate()
         step.copies.append((shared, own))
-        step.changed.append(seq)
-        seq.block_table[-1] = own
+        self.rows.replace_last_block(seq, own)
         self.blocks.release([shared])
 
-    def _schedule_chunk(self, step: Step, seq: Sequence, budget: int) -> int:
-        count = min(budget, len(seq.token_ids) - seq.num_computed)
-        step.prefills.append((seq, seq.num_computed, count))
+    def _add_span(self, step: Step, seq: Sequence, budget: int) -> int:
+        left = len(seq.ids) - seq.num_computed
+        count = min(budget, left)
+        draws = 1 + num_forks(seq) if count == left else 0
+        step.spans.append(Span(seq, seq.num_computed, count, draws))
         return count
 
     def _admit_prompts(self, step: Step, budget: int) -> None:
         """Admit waiting sequences in order of arrival while there are rows, blocks and budget."""
         blocks = self.blocks
         # The samples that prompts in progress are about to fork will want rows too.
-        reserved = sum(seq.pending_forks for seq in self.running)
-        while self.waiting and budget > 0 and len(self._free_rows) > reserved:
+        reserved = sum(map(num_forks, self.prompts))
+        while self.waiting and budget > 0 and self.rows.capacity - self._num_running > reserved:
             seq = self.waiting[0]
-            if seq.block_table:  # a fork: it waits for _admit_forks
+            if seq.is_ready:  # it waits for _admit_ready
                 break
-            cached = blocks.match(seq.token_ids, seq.digests)
-            wanted = blocks.blocks_for(len(seq.token_ids)) - len(cached)
+            cached = [] if seq.block_table else blocks.match(seq.ids, seq.digests)
+            wanted = blocks.blocks_for(len(seq.ids)) - len(seq.block_table) - len(cached)
             # Running sequences soon want blocks: without a margin the newcomer would be preempted right away.
-            margin = -(-len(self.running) // 4)
+            margin = -(-self._num_running // 4)
             if wanted + margin > blocks.num_free - blocks.num_free_among(cached):
-                if self.running or not self._take_from_waiting():
+                if self.held:
+                    self._release(self.held.pop(0))
+                elif self._num_running or not self._preempt_waiting():
                     break
                 continue
             self._take_blocks(seq, cached, wanted)
-            self._enter_row(step, self.waiting.pop(0))
-            reserved += seq.pending_forks
-            budget -= self._schedule_chunk(step, seq, budget)
+            self.prompts.append(self.waiting.pop(0))
+            self.prompts.sort(key=_order)
+            reserved += num_forks(seq)
+            budget -= self._add_span(step, seq, budget)
 
-    def _take_from_waiting(self) -> bool:
+    def _preempt_waiting(self) -> bool:
         """Release the blocks of the waiting sequence that arrived last and has some; False if none has."""
         holders = [seq for seq in self.waiting if seq.block_table]
         if holders:
@@ -160,31 +222,49 @@ class Scheduler:
 
     def _take_blocks(self, seq: Sequence, cached: list[int], wanted: int) -> None:
         self.blocks.share(cached)
-        seq.block_table = cached + [self.blocks.allocate() for _ in range(wanted)]
-        seq.num_computed = len(cached) * self.blocks.block_size
-        seq.num_registered = len(cached)
-        self.num_cached_tokens += seq.num_computed
-        if len(seq.token_ids) == seq.prompt_length and seq.index == 0:
-            seq.request.num_cached_tokens = seq.num_computed
+        seq.block_table += cached + [self.blocks.allocate() for _ in range(wanted)]
+        if cached:
+            seq.num_computed = len(cached) * self.blocks.block_size
+            seq.num_registered = len(cached)
+            self.num_cached_tokens += seq.num_computed
+            if len(seq.ids) == seq.prompt_length and seq.index == 0:
+                seq.request.num_cached_tokens = seq.num_computed
 
     # ---- preemption ----
 
-    def _make_room(self, seq: Sequence) -> bool:
-        """Make sure a block is free, preempting whoever arrived last; False if that was `seq` itself."""
-        while self.blocks.num_free == 0:
-            holders = [self.running[-1], *(other for other in self.waiting if other.block_table)]
-            victim = max(holders, key=_order)
-            self._preempt(victim)
-            if victim is seq:
-                return False
-        return True
+    def _make_room(self) -> None:
+        """Release the blocks of a sequence that is only held, else of the one that arrived last."""
+        if self.held:
+            self._release(self.held.pop(0))
+        else:
+            waiting = (seq for seq in self.waiting if seq.block_table)
+            self._preempt(max([*self.rows.sequences, *self.prompts, *waiting], key=_order))
 
     def _preempt(self, seq: Sequence) -> None:
         self.num_preemptions += 1
-        if seq.row >= 0:
-            self._leave_row(seq)
+        if seq.row >= 0 or seq in self.prompts:
+            self._take_out(seq)
             self.add(seq)
         self._release(seq)
+
+    def _take_out(self, seq: Sequence) -> None:
+        """Out of its row or list; the blocks that it computed are offered to the prefix cache."""
+        if seq.row >= 0:
+            self.rows.leave(seq)
+            if seq.finish_reason != "error":
+                self._register(seq)
+            if seq in self._sharing:
+                self._sharing.remove(seq)
+        else:
+            for place in (self.prompts, self.waiting):
+                if seq in place:
+                    place.remove(seq)
+
+    def _register(self, seq: Sequence) -> None:
+        whole = seq.num_computed // self.blocks.block_size
+        if whole > seq.num_registered:
+            self.blocks.register(seq.ids, seq.digests, seq.block_table, seq.num_registered, whole)
+            seq.num_registered = whole
 
     def _release(self, seq: Sequence) -> None:
         self.blocks.release(seq.block_table)
@@ -192,15 +272,10 @@ class Scheduler:
         seq.num_computed = seq.num_registered = 0
         seq.may_share_tail = False
 
-    def _enter_row(self, step: Step, seq: Sequence) -> None:
-        seq.row = self._free_rows.pop()
-        insort(self.running, seq, key=_order)
-        step.admitted.append(seq)
 
-    def _leave_row(self, seq: Sequence) -> None:
-        self.running.remove(seq)
-        self._free_rows.append(seq.row)
-        seq.row = -1
+def num_forks(seq: Sequence) -> int:
+    """Samples that will share a prompt's blocks when it is computed: the first sample computes it for all."""
+    return seq.request.num_missing if seq.index == 0 else 0
 
 
 def _order(seq: Sequence) -> tuple[int, int]:

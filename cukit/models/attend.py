@@ -46,16 +46,16 @@ class PagedPrefill:
 
 @dataclass(slots=True)
 class PagedDecode:
-    """One new token a sequence. As PagedPrefill, with B = T."""
+    """One new token a sequence. As PagedPrefill, with B = T, of contexts up to max_context_len."""
 
     kv: list
     block_tables: Any
     context_lens: Any
     slot_mapping: Any
+    max_context_len: int
 
     def __call__(self, layer_index, qkv, num_heads, num_kv_heads):
         be, (k_cache, v_cache) = qkv.backend, self.kv[layer_index]
         be.store_kv(k_cache, v_cache, qkv.data, self.slot_mapping, num_heads, num_kv_heads)
-        return Tensor(
-            be.paged_decode_attention(qkv.data, k_cache, v_cache, self.block_tables, self.context_lens, num_heads)
-        )
+        tables, lengths, longest = self.block_tables, self.context_lens, self.max_context_len
+        return Tensor(be.paged_decode_attention(qkv.data, k_cache, v_cache, tables, lengths, num_heads, longest))

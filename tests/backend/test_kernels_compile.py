@@ -24,7 +24,9 @@ def check(compiled):
             f"{item.family} {item.defines} {item.arch}: {item.log}"
         )
         uses = compiler.kernel_uses(item.log)
-        assert {use.name for use in uses} == set(parse_signatures(compiler.source(item.family))), item.family
+        names, whole = {use.name for use in uses}, set(parse_signatures(compiler.source(item.family)))
+        # a variant without defines may hold the kernels that need none (paged_attention's block tables)
+        assert names == whole or (not item.defines and names and names < whole), item.family
         assert compiler.cache_path(item.family, item.arch, item.defines).read_bytes() == item.cubin
         if item.defines.get("HEAD_DIM", item.defines.get("HEAD_LIMIT")) in ("64", "128"):
             spilling = [(use.name, use.spill_bytes) for use in uses if use.spill_bytes]

@@ -48,6 +48,7 @@ class ScriptModel:
             vocab_size=vocab_size,
             max_position_embeddings=max_position_embeddings,
             num_hidden_layers=1,
+            hidden_size=1,
             num_key_value_heads=1,
             head_dim=2,
             eos_token_id=None,
@@ -77,3 +78,74 @@ def reciting_llm(prompt, text_ids, **options):
     tokenizer = qwen_tokenizer()
     prompt_ids = prompt if isinstance(prompt, list) else tokenizer.encode(prompt)
     return LLM.from_model(ScriptModel(prompt_ids + list(text_ids)), tokenizer, **options), prompt_ids
+
+
+class HashModel:
+    """A model whose logits are a hash of all tokens so far, read back from the KV cache through the block tables: a
+    wrong block, slot or copy changes every later token. `bad(state)` gives the rows whose logits are NaN.
+    """
+
+    PRIME = 1_048_573
+
+    def __init__(self, vocab_size=53, max_position_embeddings=512, bad=None):
+        self.backend, self.dtype, self.bad = backend_for("cpu"), np.dtype(np.float64), bad
+        self.config = SimpleNamespace(
+            vocab_size=vocab_size,
+            max_position_embeddings=max_position_embeddings,
+            num_hidden_layers=1,
+            hidden_size=1,
+            num_key_value_heads=1,
+            head_dim=1,
+            eos_token_id=None,
+        )
+
+    def forward(self, tokens, positions, attend):
+        (k_cache, _), tables = attend.kv[0], np.asarray(attend.block_tables)
+        cells, block_size = k_cache.reshape(-1), k_cache.shape[1]
+        values = (tokens * 7919.0 + positions * 104729.0 + 12345) % self.PRIME
+        stored = attend.slot_mapping >= 0
+        cells[attend.slot_mapping[stored]] = values[stored]
+        borders = getattr(attend, "cu_seqlens_q", np.arange(len(tokens) + 1))
+        state = np.zeros(len(tokens))
+        for row, length in enumerate(np.asarray(attend.context_lens).tolist()):
+            place = np.arange(length)
+            keys = cells[tables[row, place // block_size] * block_size + place % block_size]
+            sums = np.cumsum(keys * (place + 1)) % self.PRIME
+            count = borders[row + 1] - borders[row]
+            if length:
+                state[borders[row] : borders[row + 1]] = sums[length - count :]
+        return Tensor(state[:, None])
+
+    def logits(self, hidden):
+        state = hidden.data[:, :1]
+        logits = (state * (np.arange(self.config.vocab_size) * 2_654_435 + 97)) % self.PRIME / self.PRIME * 6
+        if self.bad is not None:
+            logits[self.bad(state[:, 0])] = np.nan
+        return Tensor(logits)
+
+
+def check_engine(llm):
+    """What holds between two steps: every block has as many owners as it counts, none is lost, rows are dense."""
+    core = llm.core
+    blocks, scheduler, rows = core.blocks, core.scheduler, core.rows
+    everywhere = [*rows.sequences, *scheduler.prompts, *scheduler.waiting, *scheduler.held]
+    assert len(set(map(id, everywhere))) == len(everywhere)
+    owners = [0] * blocks.num_blocks
+    for seq in everywhere:
+        assert len(set(seq.block_table)) == len(seq.block_table)
+        for block in seq.block_table:
+            owners[block] += 1
+    assert owners == blocks.reference_counts
+    free = [*blocks._free, *blocks._free_cached]
+    assert sorted(free) == [block for block, count in enumerate(owners) if count == 0]
+    assert set(blocks._block_of.values()) == set(blocks._contents) and not set(blocks._free) & set(blocks._contents)
+    assert rows.count == len(rows.sequences) <= rows.capacity
+    assert all(seq.row == row and seq.rows is rows for row, seq in enumerate(rows.sequences))
+    assert rows.count + len(scheduler.prompts) <= rows.capacity
+    assert not rows.host.context_lens[rows.count :].any() and (rows.host.slot_mapping[rows.count :] == -1).all()
+    assert scheduler.waiting == sorted(scheduler.waiting, key=lambda seq: seq.order)
+    unfinished = [seq for request in core.requests.values() for seq in request.sequences if seq.finish_reason is None]
+    queued = [seq for seq, _ in core._added if seq.finish_reason is None]
+    assert {id(seq) for seq in unfinished} == {id(seq) for seq in everywhere if seq not in scheduler.held} | {
+        id(seq) for seq in queued
+    }

@@ -120,8 +120,8 @@ def test_tokens_do_not_depend_on_the_schedule(schedule, prompts, alone):
     order = np.random.default_rng(3).permutation(len(prompts)).tolist()[:4]
     again = llm.generate([prompts[i] for i in order], [params[i] for i in order])
     assert_same(results(again), [alone[i] for i in order])
-    assert llm._blocks.num_free == llm.config.num_kv_blocks
-    assert not llm._scheduler.has_work and len(llm._scheduler._free_rows) == llm._scheduler.max_num_seqs
+    assert llm.core.blocks.num_free == llm.config.num_kv_blocks
+    assert not llm.core.scheduler.has_work and llm.core.rows.count == 0
 
 
 @pytest.mark.parametrize("schedule", ["together", "chunked prefill", "room for few"])
@@ -141,7 +141,7 @@ def test_rows_that_only_fill_a_step_up_change_nothing(schedule, prompts, alone, 
     )[0]
     (scores,) = llm.score([out.prompt_token_ids + out.outputs[0].token_ids])
     np.testing.assert_allclose(scores[len(prompts[0]) - 1 :], out.outputs[0].logprobs, atol=1e-10)
-    assert {rows % 8 for rows, _ in llm._runner._steps} == {0}
+    assert {rows % 8 for rows, _ in llm.core.runner._steps} == {0}
 
 
 def test_512_requests_with_room_for_50():
@@ -150,7 +150,7 @@ def test_512_requests_with_room_for_50():
     free = tiny_llm(max_model_len=24, max_num_seqs=512).generate(prompts, params)
     tight = tiny_llm(max_model_len=24, max_num_seqs=512, num_kv_blocks=50 * 6)
     assert_same(results(tight.generate(prompts, params)), results(free))
-    assert tight._blocks.num_free == 300
+    assert tight.core.blocks.num_free == 300
 
 
 @pytest.mark.parametrize("length", [3, 4, 5, 7, 8, 9, 15, 16, 17])
@@ -183,7 +183,7 @@ def test_samples_share_the_prompt_and_copy_the_last_block(length):
     request = llm.add_request(prompt, SamplingParams(n=8, max_tokens=10, seed=4))
     llm.step()
     assert llm.stats.num_prefill_tokens == length
-    assert llm.config.num_kv_blocks - llm._blocks.num_free == 2
+    assert llm.config.num_kv_blocks - llm.core.blocks.num_free == 2
     tables = [seq.block_table for seq in request.sequences]
     assert all(table == tables[0] for table in tables)
     llm.step()
@@ -191,7 +191,7 @@ def test_samples_share_the_prompt_and_copy_the_last_block(length):
     shared = length // 4
     assert len({tuple(table[:shared]) for table in tables}) == 1
     assert len({table[shared] for table in tables}) == 8
-    assert llm.config.num_kv_blocks - llm._blocks.num_free == shared + 8
+    assert llm.config.num_kv_blocks - llm.core.blocks.num_free == shared + 8
     while not request.finished:
         llm.step()
     assert len({tuple(seq.completion_ids) for seq in request.sequences}) > 1

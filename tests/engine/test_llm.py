@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from cukit import SamplingParams
+from cukit.engine.config import EngineConfig
 from cukit.engine.llm import LLM
-from cukit.engine.sequence import CompletionText, completion_text
+from cukit.engine.text import CompletionText, StopTexts, completion_text
 
 from .helpers import GOLDEN, ScriptModel, qwen_tokenizer, random_prompts, reciting_llm, tiny_llm, tiny_model
 
@@ -162,7 +163,7 @@ def test_completion_text_piece_by_piece_equals_at_once():
     for _ in range(50):
         ids = rng.choice([*range(256), *rng.integers(0, 151_669, 100)], 40).tolist()
         prompt, completion = ids[:10], ids[10:]
-        growing = CompletionText(tokenizer, prompt, [])
+        growing = CompletionText(tokenizer, prompt, StopTexts())
         for token in completion:
             growing.push(token)
         growing.finish()
@@ -244,7 +245,7 @@ def test_sleep_wake_close():
     llm = tiny_llm()
     before = llm.generate([[1, 2, 3]], GREEDY)[0].outputs[0].token_ids
     llm.sleep()
-    assert llm._runner.kv is None
+    assert not llm.core.is_awake
     with pytest.raises(ValueError, match="wake_up"):
         llm.generate([[1, 2, 3]], GREEDY)
     assert len(llm.score([[1, 2, 3]])[0]) == 2
@@ -258,7 +259,7 @@ def test_sleep_wake_close():
     llm.close()
     with tiny_llm() as llm:
         llm.add_request([1, 2], GREEDY)
-    assert llm._runner.kv is None
+    assert not llm.core.is_awake
 
 
 def test_abort_and_abandoned_stream_leave_a_clean_engine():
@@ -278,8 +279,34 @@ def test_abort_and_abandoned_stream_leave_a_clean_engine():
     del out
     for _ in llm.generate([[1, 2, 3]], SamplingParams(n=2, max_tokens=2), stream=True):
         pass
-    assert llm._blocks.num_free == 20 and not llm._scheduler.has_work and not llm._requests
+    assert llm.core.blocks.num_free == 20 and not llm.core.scheduler.has_work and not llm.core.requests
     llm.sleep()
+
+
+def test_repr_names_shape_device_cache_and_limits():
+    llm = tiny_llm(num_kv_blocks=20, max_num_seqs=7)
+    shape = tiny_model().config
+    for text in (
+        f"{shape.num_hidden_layers} layers",
+        f"hidden_size={shape.hidden_size}",
+        "float64 on cpu",
+        "20 blocks of 4 tokens",
+        "max_model_len=64",
+        "max_num_seqs=7",
+        "0.00 GB",
+    ):
+        assert text in repr(llm), repr(llm)
+    llm.sleep()
+    assert "asleep" in repr(llm) and "\n" not in repr(llm)
+
+
+def test_from_model_takes_a_config_and_changes_of_it():
+    config = EngineConfig(max_model_len=64, block_size=4, num_kv_blocks=20)
+    llm = LLM.from_model(tiny_model(), None, config)
+    assert (llm.config.max_model_len, llm.config.num_kv_blocks) == (64, 20)
+    llm = LLM.from_model(tiny_model(), config=config, num_kv_blocks=30, seed=3)
+    assert (llm.config.num_kv_blocks, llm.config.block_size, llm.config.seed) == (30, 4, 3)
+    assert config.num_kv_blocks == 20
 
 
 def test_an_error_in_a_step_leaves_a_clean_engine():
@@ -362,10 +389,10 @@ def test_numpy_ids_and_stats():
     assert llm.stats.num_steps == 4
 
 
-def test_an_engine_that_nobody_holds_gives_its_cache_back_at_once():
+def test_an_engine_that_is_dropped_gives_its_cache_back_at_once():
     llm = tiny_llm()
     llm.generate([[1, 2, 3]], greedy(max_tokens=4))
-    cache = weakref.ref(llm._runner.kv[0][0])
+    cache = weakref.ref(llm.core.runner.kv[0][0])
     gc.disable()  # a cycle would keep the cache until the collector happens to run
     try:
         del llm

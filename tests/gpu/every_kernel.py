@@ -84,8 +84,10 @@ def attention(dtype, heads, kv_heads, dim, lengths):
     be.paged_prefill_attention(qkv, *caches, be.array(tables), be.array(borders), be.array(context), heads)
     last = be.array(be.to_numpy(qkv)[borders[1:] - 1])
     be.paged_decode_attention(
-        last, *caches, be.array(tables), be.array(context * (np.arange(len(lengths)) != 1)), heads
+        last, *caches, be.array(tables), be.array(context * (np.arange(len(lengths)) != 1)), heads, int(context.max())
     )
+    entries = (be.array(np.arange(len(lengths), dtype=np.int32)) for _ in range(3))
+    be.update_block_tables(be.zeros((len(lengths), len(lengths)), np.int32), *entries)
     be.copy_blocks([tuple(caches)], be.array(np.array([1], np.int32)), be.array(np.array([0], np.int32)))
 
 

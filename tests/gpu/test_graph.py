@@ -96,6 +96,6 @@ def test_graphs_follow_new_weights_and_a_new_cache():
         LLM.from_model(model, None, max_model_len=128, max_num_seqs=8, enforce_eager=True)
     )
     llm.sleep()
-    assert not llm._runner._steps
+    assert not llm.core.runner._steps
     llm.wake_up()
     assert engine_results(llm) == changed

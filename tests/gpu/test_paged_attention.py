@@ -99,7 +99,9 @@ def test_decode_against_numpy(shape, block_size):
     case = Paged([1, 7, 64, 255, 256, 257, 700, 17], *shape, block_size=block_size)
     context = np.array([*case.lengths[:-1], 0], np.int32)
     qkv = case.qkv[case.cu_seqlens[1:] - 1]
-    check_kernel("paged_decode_attention", qkv, case.k_cache, case.v_cache, case.tables, context, shape[0])
+    check_kernel("paged_decode_attention", qkv, case.k_cache, case.v_cache, case.tables, context, shape[0], 700)
+    wide = np.pad(case.tables, ((0, 3), (0, 5)), constant_values=-1)  # one table serves steps of every size
+    check_kernel("paged_decode_attention", qkv, case.k_cache, case.v_cache, wide, context, shape[0], 700)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -120,6 +122,7 @@ def test_decode_has_the_bits_of_training(gpu, shape, dtype):
                 gpu.array(case.tables[owner[rows]]),
                 gpu.array(context[rows]),
                 shape[0],
+                int(context[rows].max()),
             )
         )
 
@@ -189,7 +192,7 @@ def test_empty_batches_and_ghosts(gpu, dtype):
     case = Paged([5], 4, 2, 64)
     qkv, k_cache, v_cache, _ = case.to(gpu, dtype)
     qkv, tables, none = gpu.array(qkv), case.tables, np.zeros(0, np.int32)
-    assert gpu.paged_decode_attention(qkv[:0], k_cache, v_cache, gpu.array(tables[:0]), gpu.array(none), 4).shape == (
+    assert gpu.paged_decode_attention(qkv[:0], k_cache, v_cache, gpu.array(tables[:0]), gpu.array(none), 4, 5).shape == (
         0,
         256,
     )
@@ -197,10 +200,22 @@ def test_empty_batches_and_ghosts(gpu, dtype):
         qkv[:0], k_cache, v_cache, gpu.array(tables[:0]), gpu.array(np.zeros(1, np.int32)), gpu.array(none), 4
     ).shape == (0, 256)
     ghosts = gpu.paged_decode_attention(
-        qkv, k_cache, v_cache, gpu.array(np.full((5, 3), -1, np.int32)), gpu.array(np.zeros(5, np.int32)), 4
+        qkv, k_cache, v_cache, gpu.array(np.full((5, 3), -1, np.int32)), gpu.array(np.zeros(5, np.int32)), 4, 20
     )
     assert not gpu.to_numpy(ghosts).any()
     gpu.store_kv(k_cache, v_cache, qkv[:0], gpu.array(np.zeros(0, np.int64)), 4, 2)
+
+
+@pytest.mark.parametrize("count", [0, 1, 255, 257, 3001])
+def test_update_block_tables(gpu, count):
+    rng = np.random.default_rng(count)
+    tables = rng.integers(0, 99, (61, 67)).astype(np.int32)
+    rows, columns = np.divmod(rng.permutation(tables.size)[:count], 67)
+    entries = [x.astype(np.int32) for x in (rows, columns, rng.integers(0, 10**6, count))]
+    on_gpu = gpu.array(tables)
+    reference.update_block_tables(tables, *entries)
+    gpu.update_block_tables(on_gpu, *map(gpu.array, entries))
+    np.testing.assert_array_equal(gpu.to_numpy(on_gpu), tables)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -219,11 +234,11 @@ def test_decode_in_a_graph(gpu, dtype):
     gpu.synchronize()
     with stream:
         gpu.paged_decode_attention(
-            queries, k_cache, v_cache, tables, context, 4
+            queries, k_cache, v_cache, tables, context, 4, 520
         )  # its memory stays in the pool for the capture
         stream.synchronize()
         stream.begin_capture()
-        out = gpu.paged_decode_attention(queries, k_cache, v_cache, tables, context, 4)
+        out = gpu.paged_decode_attention(queries, k_cache, v_cache, tables, context, 4, 520)
         graph = stream.end_capture()
         for lengths in ([300, 520, 40], [1, 257, 0], [256, 0, 7]):
             rows = [case.cu_seqlens[row] + max(length, 1) - 1 for row, length in enumerate(lengths)]
@@ -243,9 +258,11 @@ def test_refusals(gpu):
     with pytest.raises(ValueError, match="caches of shape"):
         gpu.store_kv(k_cache, v_cache[:1], qkv, gpu.array(case.slots), 4, 2)
     with pytest.raises(ValueError, match="for 5 sequences"):
-        gpu.paged_decode_attention(qkv, k_cache, v_cache, tables, context, 4)
+        gpu.paged_decode_attention(qkv, k_cache, v_cache, tables, context, 4, 5)
+    with pytest.raises(ValueError, match="max_context_len=999"):
+        gpu.paged_decode_attention(qkv[:1], k_cache, v_cache, tables, context, 4, 999)
     with pytest.raises(ValueError, match="does not fit|does not hold"):
-        gpu.paged_decode_attention(gpu.zeros((1, 7 * 64), qkv.dtype), k_cache, v_cache, tables, context, 4)
+        gpu.paged_decode_attention(gpu.zeros((1, 7 * 64), qkv.dtype), k_cache, v_cache, tables, context, 4, 5)
 
 
 @pytest.mark.slow
@@ -260,7 +277,7 @@ def test_cache_with_more_than_two_billion_elements(gpu):
     tables = gpu.array(np.where(tables >= 0, tables + shift, -1).astype(np.int32))
     gpu.store_kv(k_cache, v_cache, qkv, gpu.array(case.slots + shift * 16), 4, 2)
     length = gpu.array(np.array([300], np.int32))
-    decoded = gpu.paged_decode_attention(qkv[-1:], k_cache, v_cache, tables, length, 4)
+    decoded = gpu.paged_decode_attention(qkv[-1:], k_cache, v_cache, tables, length, 4, 300)
     assert different(gpu.to_numpy(decoded), expected[-1:]) == 0
     got = gpu.paged_prefill_attention(qkv, k_cache, v_cache, tables, gpu.array(case.cu_seqlens), length, 4)
     assert different(gpu.to_numpy(got), expected) == 0

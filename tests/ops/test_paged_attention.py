@@ -4,7 +4,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from cukit.backend.numpy import copy_blocks, paged_decode_attention, paged_prefill_attention, store_kv
+from cukit.backend.numpy import (
+    copy_blocks,
+    paged_decode_attention,
+    paged_prefill_attention,
+    store_kv,
+    update_block_tables,
+)
 from cukit.backend.numpy.attention_core import chunked_attention
 
 
@@ -82,7 +88,7 @@ def test_prefill(shape):
 def test_decode(shape, lengths):
     case = Paged(lengths, [1] * len(lengths), *shape)
     out = paged_decode_attention(
-        case.packed(), case.k_cache, case.v_cache, case.tables, np.array(lengths, np.int32), shape[0]
+        case.packed(), case.k_cache, case.v_cache, case.tables, np.array(lengths, np.int32), shape[0], max(lengths)
     )
     case.check(out)
 
@@ -91,13 +97,13 @@ def test_decode_ghost_rows_and_empty_batch():
     case = Paged([5, 300, 3], [1, 1, 1], 4, 2, 8)
     qkv = np.concatenate([case.packed(), np.ones((2, 64))])
     tables = np.concatenate([case.tables, np.full((2, case.tables.shape[1]), -1, np.int32)])
-    out = paged_decode_attention(qkv, case.k_cache, case.v_cache, tables, np.array([5, 300, 3, 0, 0], np.int32), 4)
+    out = paged_decode_attention(qkv, case.k_cache, case.v_cache, tables, np.array([5, 300, 3, 0, 0], np.int32), 4, 300)
     case.check(out[:3])
     assert not out[3:].any()
     ghosts = np.zeros(2, np.int32)
-    assert not paged_decode_attention(qkv[3:], case.k_cache, case.v_cache, tables[3:], ghosts, 4).any()
+    assert not paged_decode_attention(qkv[3:], case.k_cache, case.v_cache, tables[3:], ghosts, 4, 0).any()
     nobody = qkv[:0], case.k_cache, case.v_cache, tables[:0]
-    assert paged_decode_attention(*nobody, np.zeros(0, np.int32), 4).shape == (0, 32)
+    assert paged_decode_attention(*nobody, np.zeros(0, np.int32), 4, 0).shape == (0, 32)
     none = paged_prefill_attention(*nobody, np.zeros(1, np.int32), np.zeros(0, np.int32), 4)
     assert none.shape == (0, 32)
 
@@ -129,6 +135,7 @@ def test_decode_equals_prefill_and_training_attention():
             case.tables,
             np.array([position + 1]),
             num_heads,
+            position + 1,
         )
         np.testing.assert_allclose(out[0], whole[0, position].ravel(), rtol=1e-12, atol=1e-14)
 
@@ -136,7 +143,7 @@ def test_decode_equals_prefill_and_training_attention():
 @pytest.mark.parametrize("dtype, tolerance", [(np.float32, 1e-5), (np.float16, 4e-3), (ml_dtypes.bfloat16, 3e-2)])
 def test_narrow_types_keep_their_dtype(dtype, tolerance):
     case = Paged([9, 270], [1, 1], 4, 2, 16, dtype=dtype)
-    out = paged_decode_attention(case.packed(), case.k_cache, case.v_cache, case.tables, np.array([9, 270]), 4)
+    out = paged_decode_attention(case.packed(), case.k_cache, case.v_cache, case.tables, np.array([9, 270]), 4, 270)
     assert out.dtype == dtype
     case.check(out, tolerance)
     q, k, v = case.split(1)
@@ -165,3 +172,23 @@ def test_store_skips_minus_one_and_copies_blocks():
     copy_blocks([(k_cache, v_cache)], np.array([1, 0]), np.array([0, 2]))
     np.testing.assert_array_equal(k_cache[0, 1, 0], [4, 5])
     np.testing.assert_array_equal(k_cache[2, 0, 0], [20, 21])
+
+
+def test_a_table_may_be_larger_than_the_step():
+    """Rows and columns beyond those of the step are not read: the engine keeps one table for steps of every size."""
+    case = Paged([5, 300, 3], [1, 1, 1], 4, 2, 8)
+    wide = np.full((7, case.tables.shape[1] + 9), -1, np.int32)
+    wide[:3, : case.tables.shape[1]] = case.tables
+    lengths = np.array(case.lengths, np.int32)
+    out = paged_decode_attention(case.packed(), case.k_cache, case.v_cache, wide, lengths, 4, 512)
+    case.check(out)
+    with pytest.raises(ValueError, match="300 keys, more than max_context_len=256"):
+        paged_decode_attention(case.packed(), case.k_cache, case.v_cache, wide, lengths, 4, 256)
+
+
+def test_update_block_tables():
+    tables = np.zeros((4, 3), np.int32)
+    update_block_tables(tables, *np.array([[3, 0, 0], [2, 0, 2], [7, 8, 9]], np.int32))
+    assert tables.tolist() == [[8, 0, 9], [0] * 3, [0] * 3, [0, 0, 7]]
+    update_block_tables(tables, *np.zeros((3, 0), np.int32))
+    assert tables.sum() == 24

@@ -37,7 +37,13 @@ from .linear import (
 from .loss import token_logprobs_backward, token_logprobs_forward
 from .norm import add_rms_norm_backward, add_rms_norm_forward, rms_norm_backward, rms_norm_forward
 from .optimizer import adamw_step, sum_of_squares
-from .paged_attention import copy_blocks, paged_decode_attention, paged_prefill_attention, store_kv
+from .paged_attention import (
+    copy_blocks,
+    paged_decode_attention,
+    paged_prefill_attention,
+    store_kv,
+    update_block_tables,
+)
 from .policy_loss import policy_loss_forward
 from .rope import qk_norm_rope_backward, qk_norm_rope_forward
 from .sampling import filter_logits, sample
@@ -84,6 +90,7 @@ __all__ = [
     "to_numpy",
     "token_logprobs_backward",
     "token_logprobs_forward",
+    "update_block_tables",
     "upload",
     "zeros",
 ]

@@ -11,7 +11,7 @@ from .attention import LOG2_E, _head_dim, _kernels, _pieces
 from .device import array, empty
 from .loader import load
 
-__all__ = ["copy_blocks", "paged_decode_attention", "paged_prefill_attention", "store_kv"]
+__all__ = ["copy_blocks", "paged_decode_attention", "paged_prefill_attention", "store_kv", "update_block_tables"]
 
 CHUNK_KEYS = 256
 THREADS = 256
@@ -48,19 +48,32 @@ def copy_blocks(caches, src, dst):
         kernels.scatter_blocks(grid, THREADS, k_cache, v_cache, staging, dst, elements)
 
 
-def paged_decode_attention(qkv, k_cache, v_cache, block_tables, context_lens, num_heads):
+def update_block_tables(block_tables, rows, columns, blocks):
+    """block_tables[rows[i], columns[i]] = blocks[i], in place; all int32, each entry at most once."""
+    count = len(rows)
+    load("paged_attention").update_block_tables(
+        -(-count // THREADS), THREADS, block_tables, rows, columns, blocks, count, block_tables.shape[1]
+    )
+
+
+def paged_decode_attention(qkv, k_cache, v_cache, block_tables, context_lens, num_heads, max_context_len):
     """One query a sequence, over its context_lens (B) int32 keys (its own included, stored before). 0 = ghost row,
     whose result is 0.
 
-    qkv (B, (H + 2K)·D), of which only the queries are read; block_tables (B, M) int32. Returns (B, H·D).
+    qkv (B, (H + 2K)·D), of which only the queries are read; block_tables (B or more, M) int32, of which the blocks of
+    the first max_context_len keys are read (no context may be longer). Returns (B, H·D).
     """
     batch, (block_size, num_kv_heads, head_dim) = len(qkv), k_cache.shape[1:]
     _check_queries(qkv, k_cache, v_cache, block_tables, context_lens, num_heads, batch)
+    if max_context_len > block_tables.shape[1] * block_size:
+        raise ValueError(
+            f"paged attention: block_tables {block_tables.shape} of {block_size} tokens a block cannot list "
+            f"max_context_len={max_context_len}"
+        )
     out = empty((batch, num_heads * head_dim), qkv.dtype)
     if batch == 0:
         return out
-    max_blocks, head_tiles = block_tables.shape[1], -(-num_heads // num_kv_heads // 16)
-    chunks = max(1, -(-max_blocks * block_size // CHUNK_KEYS))
+    head_tiles, chunks = -(-num_heads // num_kv_heads // 16), max(1, -(-max_context_len // CHUNK_KEYS))
     partial_out = empty((batch, num_heads, chunks, head_dim), np.float32)
     partial_stats = empty((batch, num_heads, chunks, 2), np.float32)
     kernels = load("paged_attention", qkv.dtype, HEAD_DIM=head_dim)
@@ -77,7 +90,7 @@ def paged_decode_attention(qkv, k_cache, v_cache, block_tables, context_lens, nu
         num_heads,
         num_kv_heads,
         block_size,
-        max_blocks,
+        block_tables.shape[1],
         LOG2_E * head_dim**-0.5,
     )
     kernels.paged_decode_merge(
@@ -136,7 +149,7 @@ def _check_queries(qkv, k_cache, v_cache, block_tables, context_lens, num_heads,
             f"{k_cache.shape}"
         )
     _check_caches(k_cache, v_cache, num_kv_heads, head_dim)
-    if block_tables.ndim != 2 or len(block_tables) != batch or len(context_lens) != batch:
+    if block_tables.ndim != 2 or len(block_tables) < batch or len(context_lens) != batch:
         raise ValueError(
             f"paged attention: block_tables {block_tables.shape} and context_lens {context_lens.shape} for "
             f"{batch} sequences"

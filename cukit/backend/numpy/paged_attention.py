@@ -10,7 +10,7 @@ import numpy as np
 
 from .attention_core import CHUNK_KEYS, chunked_attention
 
-__all__ = ["copy_blocks", "paged_decode_attention", "paged_prefill_attention", "store_kv"]
+__all__ = ["copy_blocks", "paged_decode_attention", "paged_prefill_attention", "store_kv", "update_block_tables"]
 
 _GATHER_ELEMENTS = 1 << 24  # keys of at most about this many elements are gathered at once
 
@@ -43,15 +43,23 @@ def copy_blocks(caches, src, dst):
         v_cache[dst] = v_cache[src]
 
 
-def paged_decode_attention(qkv, k_cache, v_cache, block_tables, context_lens, num_heads):
+def update_block_tables(block_tables, rows, columns, blocks):
+    """block_tables[rows[i], columns[i]] = blocks[i], in place; all int32, each entry at most once."""
+    block_tables[rows, columns] = blocks
+
+
+def paged_decode_attention(qkv, k_cache, v_cache, block_tables, context_lens, num_heads, max_context_len):
     """One query a sequence, over its context_lens (B) keys: its own is included and stored. 0 = ghost row, result 0.
 
-    qkv (B, (H + 2K) * D), of which only the queries are read; block_tables (B, M) int32. Returns (B, H * D).
+    qkv (B, (H + 2K) * D), of which only the queries are read; block_tables (B or more, M) int32, of which the blocks of
+    the first max_context_len keys are read. Returns (B, H * D).
     """
     batch, head_dim = len(qkv), k_cache.shape[3]
     queries = qkv.reshape(batch, qkv.shape[1] // head_dim, head_dim)[:, :num_heads]
     out = np.empty((batch, num_heads, head_dim), qkv.dtype)
     lengths = np.asarray(context_lens)
+    if len(lengths) and lengths.max() > max_context_len:
+        raise ValueError(f"paged attention: {lengths.max()} keys, more than max_context_len={max_context_len}")
     for rows in _decode_groups(lengths, k_cache):
         keys, values = _gather(k_cache, v_cache, block_tables, lengths, rows)
         out[rows] = chunked_attention(queries[rows][:, None], keys, values, lengths[rows])[0][:, 0]

@@ -6,9 +6,12 @@ first, only when no other block is free.
 
 from __future__ import annotations
 
-from array import array
 from collections import OrderedDict
 from hashlib import blake2b
+
+import numpy as np
+
+TOKEN_BYTES = np.dtype(np.int32).itemsize
 
 
 class BlockManager:
@@ -16,11 +19,15 @@ class BlockManager:
 
     def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True):
         self.num_blocks, self.block_size, self.enable_prefix_caching = num_blocks, block_size, enable_prefix_caching
-        self.reference_counts = [0] * num_blocks
-        self._free = list(range(num_blocks - 1, -1, -1))  # blocks without contents worth keeping, used from the end
-        self._free_cached: OrderedDict[int, None] = OrderedDict()  # in the prefix cache, owned by nobody, oldest first
+        self.reset()
+
+    def reset(self) -> None:
+        """All blocks are free and without contents."""
+        self.reference_counts = [0] * self.num_blocks
+        self._free = list(range(self.num_blocks - 1, -1, -1))  # without contents worth keeping, used from the end
+        self._free_cached: OrderedDict[int, None] = OrderedDict()  # in the prefix cache, without an owner, oldest first
         self._block_of: dict[bytes, int] = {}  # digest -> block
-        self._contents: dict[int, tuple[bytes, bytes, tuple[int, ...]]] = {}  # block -> (digest, parent's, tokens)
+        self._contents: dict[int, tuple[bytes, bytes, bytes]] = {}  # block -> (digest, digest before it, tokens)
 
     @property
     def num_free(self) -> int:
@@ -39,6 +46,16 @@ class BlockManager:
             self._forget(block)
         self.reference_counts[block] = 1
         return block
+
+    def allocate_many(self, count: int) -> list[int]:
+        """As many calls of allocate()."""
+        if count > len(self._free):
+            return [self.allocate() for _ in range(count)]
+        blocks = self._free[len(self._free) - count :]
+        del self._free[len(self._free) - count :]
+        for block in blocks:
+            self.reference_counts[block] = 1
+        return blocks
 
     def share(self, blocks: list[int]) -> None:
         """Count one more owner of each block; a cached block that was free is taken out of the free ones."""
@@ -60,17 +77,18 @@ class BlockManager:
 
     # ---- prefix cache ----
 
-    def match(self, token_ids: list[int], digests: list[bytes]) -> list[int]:
-        """Blocks that hold the beginning of token_ids, not shared yet. At least the last token is left to compute,
-        since its logits are needed.
+    def match(self, token_ids: np.ndarray, digests: list[bytes]) -> list[int]:
+        """Blocks that hold the beginning of token_ids (int32), not shared yet. At least the last token is left to
+        compute, since its logits are needed.
 
         digests: the chained hashes of token_ids' blocks so far; extended in place as far as wanted.
         """
         blocks: list[int] = []
         if not self.enable_prefix_caching:
             return blocks
+        contents = token_ids.tobytes()
         for index in range((len(token_ids) - 1) // self.block_size):
-            parent, tokens = self._digest(token_ids, digests, index)
+            parent, tokens = self._digest(contents, digests, index)
             block = self._block_of.get(digests[index])
             # a hash may collide: what counts is that the tokens are the same
             if block is None or self._contents[block][1:] != (parent, tokens):
@@ -82,13 +100,14 @@ class BlockManager:
         """How many of the matched blocks are counted in num_free."""
         return sum(self.reference_counts[block] == 0 for block in blocks)
 
-    def register(self, token_ids, digests: list[bytes], block_table: list[int], first: int, last: int) -> None:
+    def register(self, token_ids: np.ndarray, digests: list[bytes], blocks: list[int], first: int, last: int) -> None:
         """Offer the whole, computed blocks first … last - 1 to the prefix cache; what is there already stays."""
         if not self.enable_prefix_caching:
             return
+        contents = token_ids.tobytes()
         for index in range(first, last):
-            parent, tokens = self._digest(token_ids, digests, index)
-            block = block_table[index]
+            parent, tokens = self._digest(contents, digests, index)
+            block = blocks[index]
             if digests[index] not in self._block_of and block not in self._contents:
                 self._block_of[digests[index]] = block
                 self._contents[block] = (digests[index], parent, tokens)
@@ -103,10 +122,10 @@ class BlockManager:
     def _forget(self, block: int) -> None:
         del self._block_of[self._contents.pop(block)[0]]
 
-    def _digest(self, token_ids, digests, index) -> tuple[bytes, tuple[int, ...]]:
+    def _digest(self, contents: bytes, digests: list[bytes], index: int) -> tuple[bytes, bytes]:
         """(digest of the blocks before block `index`, tokens of that block); digests then reaches to `index`."""
-        parent = digests[index - 1] if index else b""
-        tokens = token_ids[index * self.block_size : (index + 1) * self.block_size]
+        parent, width = digests[index - 1] if index else b"", TOKEN_BYTES * self.block_size
+        tokens = contents[index * width : (index + 1) * width]
         if index == len(digests):
-            digests.append(blake2b(parent + array("q", tokens).tobytes(), digest_size=16).digest())
-        return parent, tuple(tokens)
+            digests.append(blake2b(parent + tokens, digest_size=16).digest())
+        return parent, tokens

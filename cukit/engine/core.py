@@ -1,0 +1,303 @@
+"""The engine's core: requests come in, step() advances all of them, each owns what became of it.
+
+Any thread may add and abort, and any caller may step: a step serves every request, whoever asked for it. One thread
+steps at a time; the others wait until that step ends and then look at their own requests. The core has no loop.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import threading
+from collections import deque
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import isfinite
+from operator import index
+
+import numpy as np
+
+from .blocks import BlockManager
+from .config import EngineConfig, SamplingParams
+from .request import Request, Sequence
+from .rows import Rows
+from .runner import ModelRunner, fit_memory
+from .scheduler import Scheduler, Step
+from .text import StopTexts
+
+
+@dataclass(slots=True)
+class EngineStats:
+    """Counts since the engine was made."""
+
+    num_requests: int = 0
+    num_steps: int = 0
+    num_prefill_tokens: int = 0  # computed as prompts, after a preemption also anew
+    num_cached_tokens: int = 0  # not computed, since the prefix cache had them
+    num_generated_tokens: int = 0
+    num_preemptions: int = 0
+
+
+class EngineCore:
+    """Requests, their schedule, and the model that computes them."""
+
+    def __init__(self, model, tokenizer, config: EngineConfig, eos_token_ids: frozenset[int]):
+        self.model, self.tokenizer, self.eos_token_ids = model, tokenizer, eos_token_ids
+        own = getattr(model, "vocab_size", model.config.vocab_size)
+        self.vocab_size = min(own, tokenizer.vocab_size) if tokenizer else own
+        model.backend.set_exact(config.exact)
+        self.config = config = fit_memory(config, model)
+        self.stats = EngineStats()
+        self.blocks = BlockManager(config.num_kv_blocks, config.block_size, config.enable_prefix_caching)
+        rows = min(config.max_num_seqs, config.max_num_batched_tokens)  # a step must be able to decode every row
+        precise = model.backend.accumulator(model.dtype)
+        self.rows = Rows(
+            model.backend, precise, rows, config.max_model_len, config.block_size, model.config.vocab_size
+        )
+        self.scheduler = Scheduler(self.blocks, self.rows, config.max_num_batched_tokens)
+        self.runner = ModelRunner(model, self.rows, config, self.vocab_size)
+        self.requests: dict[int, Request] = {}  # the unfinished ones
+        self._seeds, self._ids = random.Random(config.seed), itertools.count()
+        self._added: deque[Sequence] = deque()  # by any thread, taken in at the beginning of a step
+        self._aborted: deque[Request] = deque()
+        self._turn = threading.Condition()
+        self._queue: list[object] = []  # the calls that wait for their turn
+        self._stepper: int | None = None  # the thread that has the turn
+        self._num_turns = 0
+
+    # ---- requests ----
+
+    def add(
+        self,
+        prompt_ids: np.ndarray,
+        prompt: str | None,
+        params: SamplingParams,
+        with_text: bool = False,
+        keeps_cache: bool = False,
+        after: Sequence | None = None,
+    ) -> Request:
+        """Queue checked ids (check_prompt); step() makes the request grow.
+
+        with_text: keep the text up to date token by token, for a stream. keeps_cache: the KV of finished samples stays
+        until release(), memory permitting. after: a finished sample with such KV, whose token_ids begin prompt_ids (a
+        further turn): the new request takes the KV over and computes only what follows.
+        """
+        seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
+        stop_texts = StopTexts.of(params.stop, self.tokenizer)
+        stop_ids = {*params.stop_token_ids, *stop_texts.ids, *(() if params.ignore_eos else self.eos_token_ids)}
+        limit = min(len(prompt_ids) + params.max_tokens, self.config.max_model_len)
+        request = Request(
+            next(self._ids), prompt_ids, prompt, params, seed, frozenset(stop_ids), stop_texts, limit
+        )
+        request.keeps_cache = keeps_cache
+        if self.tokenizer is not None and (with_text or stop_texts.shown or stop_texts.raw):
+            request.tokenizer = self.tokenizer
+        sequence = request.new_sequence()
+        if after is not None and not np.array_equal(prompt_ids[: after.length], after.token_ids):
+            raise ValueError("the prompt of a further turn must begin with all tokens of the turn before it")
+        self.stats.num_requests += 1
+        self.requests[request.request_id] = request
+        self._added.append((sequence, after))
+        return request
+
+    def abort(self, request: Request) -> None:
+        """End a request, its unfinished samples with the finish reason "abort": now, or where another thread has the
+        turn, at the end of that. Never waits, so that a finalizer may call it.
+        """
+        if not request.finished:
+            self._aborted.append(request)
+            with self._turn:
+                if self._stepper is None and not self._queue:
+                    with self.paused():
+                        pass
+
+    def release(self, request: Request) -> None:
+        """Give back the KV that the finished samples of a request with keeps_cache keep."""
+        with self.paused():
+            self.scheduler.drop_held(request)
+
+    # ---- steps ----
+
+    def step(self) -> None:
+        """Advance all requests by one step. While another thread computes one: wait until that step ends."""
+        with self._turn:
+            if self._stepper not in (None, threading.get_ident()):
+                turns = self._num_turns
+                self._turn.wait_for(lambda: self._num_turns != turns)
+                return
+        with self.paused():
+            self._take_in()
+            if self.scheduler.has_work:
+                try:
+                    self._compute()
+                except BaseException:  # also an interrupt: the engine must stay usable for all other requests
+                    self._restart()
+                    raise
+
+    @contextmanager
+    def paused(self):
+        """Inside, the calling thread has the turn: no other one steps, and what unfinished requests hold stands still.
+        Turns are given in the order in which they were asked for.
+        """
+        me, place = threading.get_ident(), object()
+        try:
+            with self._turn:
+                assert self._stepper != me, "a turn within a turn"
+                self._queue.append(place)
+                try:
+                    self._turn.wait_for(lambda: self._stepper is None and self._queue[0] is place)
+                    self._stepper = me
+                finally:
+                    self._queue.remove(place)
+            self._end_aborted()
+            yield
+        finally:
+            if self._stepper == me:
+                self._end_aborted()
+                with self._turn:
+                    self._stepper = None
+                    self._num_turns += 1
+                    self._turn.notify_all()
+
+    def _take_in(self) -> None:
+        while self._added:
+            sequence, after = self._added.popleft()
+            if sequence.finish_reason is None:
+                if after is not None:
+                    self.scheduler.hand_over(after, sequence)
+                self.scheduler.add(sequence)
+
+    def _compute(self) -> None:
+        step = self.scheduler.schedule()
+        decoded, drawn = self.runner.run(step)
+        if decoded is not None:
+            self._end_rows(*decoded)
+        for span in step.spans:
+            self.scheduler.computed(span.sequence, span.count)
+        for span, tokens, logprobs in drawn:
+            self._end_prompt(span.sequence, tokens, logprobs)
+        self._count(step)
+
+    def _end_rows(self, tokens: np.ndarray, logprobs: np.ndarray) -> None:
+        """Append a token to each row, and take out the sequences that it ended."""
+        rows = self.rows
+        looked_at = [
+            (rows.sequences[row], int(tokens[row]), isfinite(logprobs[row])) for row in rows.advance(tokens, logprobs)
+        ]
+        for seq, token, is_finite in looked_at:
+            if is_finite:
+                seq.look_for_end(token)
+            else:
+                rows.drop_newest(seq)
+                seq.finish("error")
+            if seq.finish_reason is not None:
+                self._retire(seq)
+
+    def _end_prompt(self, leader: Sequence, tokens: np.ndarray, logprobs: np.ndarray) -> None:
+        """A computed prompt gets its first token, and its other samples come into being with theirs."""
+        samples = self.scheduler.end_prompt(leader)
+        for seq, token, logprob in zip(samples, tokens, logprobs, strict=True):
+            if isfinite(logprob):
+                seq.append(token, logprob)
+                seq.look_for_end(int(token))
+            else:
+                seq.finish("error")
+        for seq in samples:
+            if seq.finish_reason is not None:
+                self._retire(seq)
+            elif seq is leader:
+                self.scheduler.enter_row(seq)
+            else:
+                self.scheduler.add(seq)
+
+    def _end_aborted(self) -> None:
+        while self._aborted:
+            request = self._aborted.popleft()
+            while request.num_missing:
+                request.new_sequence()
+            for seq in request.sequences:
+                if seq.finish_reason is None:
+                    seq.finish("abort")
+                    self._retire(seq)
+
+    def _retire(self, seq: Sequence) -> None:
+        """A finished sequence leaves; only then does its request count it, since another thread may read it then."""
+        self.scheduler.remove(seq)
+        seq.request.num_finished += 1
+        if seq.request.finished:
+            self.requests.pop(seq.request.request_id, None)
+
+    def _restart(self) -> None:
+        """After an interrupted step: unfinished requests compute their tokens anew, which stay what they were."""
+        added = {sequence.request.request_id for sequence, _ in self._added}
+        requests = [request for request in list(self.requests.values()) if request.request_id not in added]
+        self.scheduler.restart(requests)
+        for request in requests:
+            request.num_finished = sum(seq.finish_reason is not None for seq in request.sequences)
+            if request.finished:
+                self.requests.pop(request.request_id)
+
+    def _count(self, step: Step) -> None:
+        stats = self.stats
+        stats.num_steps += 1
+        stats.num_prefill_tokens += sum(span.count for span in step.spans)
+        stats.num_generated_tokens += step.num_rows + sum(span.draws for span in step.spans)
+        stats.num_cached_tokens = self.scheduler.num_cached_tokens
+        stats.num_preemptions = self.scheduler.num_preemptions
+
+    # ---- the cache ----
+
+    @property
+    def is_awake(self) -> bool:
+        return self.runner.kv is not None
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all KV of finished requests; the unfinished ones must not exist."""
+        with self.paused():
+            self.scheduler.drop_held()
+            self.blocks.reset_prefix_cache()
+
+    def sleep(self) -> None:
+        self.reset_prefix_cache()
+        with self.paused():
+            self.runner.free_cache()
+
+    def wake_up(self) -> None:
+        with self.paused():
+            if not self.is_awake:
+                self.runner.allocate_cache()
+
+    # ---- checks ----
+
+    def check_prompt(self, prompt, params: SamplingParams, number: int) -> tuple[np.ndarray, str | None]:
+        """(ids, text or None) of a prompt that this engine can complete; ValueError with the numbers if it cannot."""
+        if not isinstance(params, SamplingParams):
+            raise ValueError(f"sampling_params must be SamplingParams, got {type(params).__name__}")
+        if self.tokenizer is None and (isinstance(prompt, str) or params.stop):
+            raise ValueError(
+                "the model folder has no tokenizer.json: give prompts as ids, and stop_token_ids instead of stop"
+            )
+        text = prompt if isinstance(prompt, str) else None
+        ids = self.tokenizer.encode(prompt, add_special_tokens=True) if text is not None else prompt
+        ids = self.check_ids(ids, f"prompt {number}")
+        if len(ids) >= self.config.max_model_len:
+            raise ValueError(
+                f"prompt {number} has {len(ids)} tokens, which leaves no room for a completion within max_model_len="
+                f"{self.config.max_model_len}: shorten the prompt or raise max_model_len"
+                f" (the model's own limit is {self.model.config.max_position_embeddings})"
+            )
+        return ids, text
+
+    def check_ids(self, ids, what: str) -> np.ndarray:
+        """ids as a new int32 array, or ValueError if it is empty or holds something else than ids of the model."""
+        try:
+            ids = [index(token) for token in ids]
+        except TypeError:
+            raise ValueError(f"{what} must be text or a list of token ids, got {ids!r:.60}") from None
+        if not ids:
+            raise ValueError(f"{what} is empty: give at least one token")
+        vocab_size = self.model.config.vocab_size
+        if min(ids) < 0 or max(ids) >= vocab_size:
+            wrong = next(token for token in ids if not 0 <= token < vocab_size)
+            raise ValueError(f"{what} has the token id {wrong}: the model's vocabulary goes from 0 to {vocab_size - 1}")
+        return np.array(ids, np.int32)

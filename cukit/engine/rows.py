@@ -1,0 +1,271 @@
+"""The sequences that decode, one a row, and everything about a row that a step reads.
+
+Rows 0 … count - 1 are in use: a sequence that leaves is replaced by the last one. What the device reads lies in one
+block of host memory, which *is* the step's input: settings are written when a row changes, positions are counted on in
+place, and one copy brings all of it. Block tables stay on the device; only their changes are sent.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+
+from .request import Sequence
+
+# Name -> dtype of one entry a row; float stands for the model's accumulator. The widest first, so that each is aligned.
+FIELDS = {
+    "slot_mapping": np.int64,  # where the newest token's keys and values go; -1: nowhere
+    "seeds": np.uint64,
+    "draw_positions": np.int64,  # where in its sequence the drawn token will stand: the sequence's length
+    "temperature": float,
+    "top_p": float,
+    "min_p": float,
+    "top_k": np.int32,
+    "tokens": np.int32,  # the newest token, whose KV is not computed yet
+    "positions": np.int32,
+    "context_lens": np.int32,  # 0: a row that only fills the step up
+}
+COUNTED = ("slot_mapping", "draw_positions", "positions", "context_lens")  # one more each step
+SAMPLING = ("temperature", "top_k", "top_p", "min_p")  # as in SamplingParams
+
+
+class Rows:
+    """Room for `capacity` sequences of at most max_model_len tokens, in blocks of block_size.
+
+    host.NAME, device.NAME: the FIELDS, over capacity rounded up to the device's row bucket; block_tables (rows, blocks)
+    int32 lies on the device. Unused rows have context 0, slot -1, and 0 elsewhere.
+    """
+
+    def __init__(self, backend, precise, capacity: int, max_model_len: int, block_size: int, vocab_size: int):
+        self._backend, self.capacity, self._block_size, self._vocab_size = backend, capacity, block_size, vocab_size
+        self._precise = np.dtype(precise)
+        self.count, self.sequences = 0, []
+        padded = backend.row_bucket(capacity)
+        layout, nbytes = _layout(self._precise, padded)
+        self._host_bytes, self._device_bytes = backend.host_buffer(nbytes), backend.empty((nbytes,), np.uint8)
+        self.host, self.device = _views(self._host_bytes, layout), _views(self._device_bytes, layout)
+        self.host.slot_mapping[:] = -1
+        self._counted = [getattr(self.host, name) for name in COUNTED]
+        # On the host only:
+        self._numbers = np.arange(padded)
+        self._history = np.empty((padded, max_model_len), np.int32)  # tokens by position
+        self._drawn = np.empty((padded, max_model_len), self._precise)  # log-prob of the token at that position
+        self._room = np.zeros(padded, np.int64)  # tokens for which the row's blocks have room
+        self._limits = np.zeros(padded, np.int64)
+        self._min_lengths = np.zeros(padded, np.int64)  # below this length the stop ids are banned
+        self._penalty = np.ones(padded, self._precise)
+        self._watched = np.zeros(padded, bool)  # its text is looked at after each token
+        self._stop_ids = np.full((padded, 1), -1, np.int32)
+        self._seen: np.ndarray | None = None  # (rows, V) tokens that occurred; made when a request first needs it
+        self._num_penalised = self._num_delayed = 0  # rows with a repetition penalty, with min_tokens
+        self.block_tables = backend.zeros((padded, -(-max_model_len // block_size)), np.int32)
+        self._stale: dict[Sequence, int] = {}  # sequence -> first column of its table that the device does not have
+        self._make_entries(padded)
+
+    # ---- coming and going ----
+
+    def enter(self, seq: Sequence) -> None:
+        """Give a sequence whose newest token was drawn the next row."""
+        row, length, params = self.count, len(seq.ids), seq.request.params
+        self.count += 1
+        self.sequences.append(seq)
+        seq.rows, seq.row = self, row
+        self._history[row, :length] = seq.ids
+        self._drawn[row, seq.prompt_length : length] = seq.drawn
+        host = self.host
+        host.tokens[row], host.positions[row] = seq.ids[-1], length - 1
+        host.context_lens[row] = host.draw_positions[row] = length
+        host.seeds[row] = seq.seed
+        for name in SAMPLING:
+            getattr(host, name)[row] = getattr(params, name)
+        index, offset = divmod(length - 1, self._block_size)
+        if index < len(seq.block_table):  # else give_blocks() comes before the next step
+            host.slot_mapping[row] = seq.block_table[index] * self._block_size + offset
+        self._room[row] = len(seq.block_table) * self._block_size
+        self._limits[row], self._min_lengths[row] = seq.request.limit, seq.prompt_length + params.min_tokens
+        self._penalty[row], self._watched[row] = params.repetition_penalty, seq.text is not None
+        self._set_stop_ids(row, sorted(seq.request.stop_ids))
+        self._count_kinds(params, 1)
+        self._set_seen(row, seq.ids, params.repetition_penalty != 1)
+        self._stale[seq] = 0
+
+    def leave(self, seq: Sequence) -> None:
+        """Take a sequence out, with its tokens; the last row moves into its place."""
+        row, last, length = seq.row, self.count - 1, seq.length
+        seq.ids = self._history[row, :length].copy()
+        seq.drawn = self._drawn[row, seq.prompt_length : length].copy()
+        seq.num_computed = length - 1
+        seq.rows, seq.row = None, -1
+        self._stale.pop(seq, None)
+        self._count_kinds(seq.request.params, -1)
+        if row < last:
+            self._move(last, row)
+        self.sequences.pop()
+        self.count = last
+        for name in FIELDS:
+            getattr(self.host, name)[last] = -1 if name == "slot_mapping" else 0
+
+    def drop_newest(self, seq: Sequence) -> None:
+        """Forget the token that was drawn last; the sequence leaves after this."""
+        self.host.draw_positions[seq.row] -= 1
+
+    def clear(self) -> None:
+        """Take all out, after an interrupted step."""
+        while self.sequences:
+            self.count = len(self.sequences)
+            self.leave(self.sequences[-1])
+        self._num_penalised = self._num_delayed = 0
+
+    def _move(self, source: int, target: int) -> None:
+        seq = self.sequences[target] = self.sequences[source]
+        length = seq.length
+        self._history[target, :length] = self._history[source, :length]
+        self._drawn[target, seq.prompt_length : length] = self._drawn[source, seq.prompt_length : length]
+        own = [self._room, self._limits, self._min_lengths, self._penalty, self._watched, self._stop_ids]
+        for values in [*vars(self.host).values(), *own, *([] if self._seen is None else [self._seen])]:
+            values[target] = values[source]
+        seq.row = target
+        self._stale[seq] = 0
+
+    def _count_kinds(self, params, change: int) -> None:
+        self._num_penalised += change * (params.repetition_penalty != 1)
+        self._num_delayed += change * (params.min_tokens > 0)
+
+    def _set_stop_ids(self, row: int, stop_ids: list[int]) -> None:
+        missing = len(stop_ids) - self._stop_ids.shape[1]
+        if missing > 0:
+            self._stop_ids = np.pad(self._stop_ids, ((0, 0), (0, missing)), constant_values=-1)
+        self._stop_ids[row] = -1
+        self._stop_ids[row, : len(stop_ids)] = stop_ids
+
+    def _set_seen(self, row: int, ids: np.ndarray, penalised: bool) -> None:
+        if penalised and self._seen is None:
+            self._seen = np.zeros((len(self._numbers), self._vocab_size), bool)
+        if self._seen is not None:
+            self._seen[row] = False
+            self._seen[row, ids] = penalised
+
+    # ---- blocks ----
+
+    def without_place(self) -> list[Sequence]:
+        """The sequences whose newest token has no block."""
+        found = np.flatnonzero(self.host.positions[: self.count] >= self._room[: self.count])
+        return [self.sequences[row] for row in found.tolist()]
+
+    def has_place(self, seq: Sequence) -> bool:
+        return bool(self.host.positions[seq.row] < self._room[seq.row])
+
+    def give_blocks(self, sequences: list[Sequence], blocks: list[int]) -> None:
+        """One more block at the end of each sequence, whose blocks are full."""
+        rows = [seq.row for seq in sequences]
+        self.host.slot_mapping[rows] = np.array(blocks) * self._block_size
+        self._room[rows] += self._block_size
+        for seq, block in zip(sequences, blocks, strict=True):
+            self._stale.setdefault(seq, len(seq.block_table))
+            seq.block_table.append(block)
+
+    def replace_last_block(self, seq: Sequence, block: int) -> None:
+        """Copy on write: the newest token goes to `block`, which gets the contents of the last one."""
+        self.host.slot_mapping[seq.row] += (block - seq.block_table[-1]) * self._block_size
+        seq.block_table[-1] = block
+        self._stale.setdefault(seq, len(seq.block_table) - 1)
+
+    # ---- a step ----
+
+    @property
+    def longest(self) -> int:
+        return int(self.host.draw_positions[: self.count].max())
+
+    def views(self, rows: int) -> SimpleNamespace:
+        """What a step of `rows` rows reads on the device: the fields and block_tables (all columns)."""
+        fields = {name: values[:rows] for name, values in vars(self.device).items()}
+        return SimpleNamespace(**fields, block_tables=self.block_tables[:rows])
+
+    def upload(self) -> None:
+        """Bring the inputs of the next step to the device."""
+        self._backend.upload(self._device_bytes, self._host_bytes)
+        if self._stale:
+            self._send_block_tables()
+
+    def advance(self, tokens: np.ndarray, logprobs: np.ndarray) -> np.ndarray:
+        """Append a drawn token to each row; returns the rows to look at: those that end now, or whose text grows."""
+        n, host = self.count, self.host
+        rows, lengths = self._numbers[:n], host.draw_positions[:n]
+        self._history[rows, lengths] = tokens
+        self._drawn[rows, lengths] = logprobs
+        look = (self._stop_ids[:n] == tokens[:, None]).any(axis=1)
+        look |= self._watched[:n]
+        look |= ~np.isfinite(logprobs)
+        if self._num_penalised:
+            self._seen[rows, tokens] = self._penalty[:n] != 1
+        host.tokens[:n] = tokens
+        for values in self._counted:
+            values[:n] += 1
+        look |= lengths >= self._limits[:n]
+        return np.flatnonzero(look)
+
+    @property
+    def draw_plainly(self) -> bool:
+        """Whether the draw needs nothing but the filters: no row bans a stop id or has a penalty."""
+        return not self._num_penalised and not (self._num_delayed and self._early.any())
+
+    @property
+    def _early(self) -> np.ndarray:
+        return self.host.draw_positions[: self.count] < self._min_lengths[: self.count]
+
+    def draw_settings(self) -> tuple:
+        """(banned (count, S), repetition_penalty (count,), seen (count, V)) on the host, None where no row needs it."""
+        n, early = self.count, self._early
+        banned = np.where(early[:, None], self._stop_ids[:n], -1) if early.any() else None
+        return banned, *((self._penalty[:n], self._seen[:n]) if self._num_penalised else (None, None))
+
+    # ---- what a sequence reads ----
+
+    def length(self, row: int) -> int:
+        return int(self.host.draw_positions[row])
+
+    def token_ids(self, row: int) -> np.ndarray:
+        return self._history[row, : self.length(row)].copy()
+
+    def logprobs(self, row: int, start: int) -> np.ndarray:
+        return self._drawn[row, start : self.length(row)].copy()
+
+    # ---- block tables ----
+
+    def _make_entries(self, count: int) -> None:
+        nbytes = 3 * count * np.dtype(np.int32).itemsize
+        self._host_entries = self._backend.host_buffer(nbytes).view(np.int32)
+        self._device_entries = self._backend.empty((3 * count,), np.int32)
+
+    def _send_block_tables(self) -> None:
+        """Send the changed entries as (row, column, block) and write them into the tables."""
+        rows, columns, blocks = [], [], []
+        for seq, first in self._stale.items():
+            table = seq.block_table
+            for column in range(first, len(table)):
+                rows.append(seq.row)
+                columns.append(column)
+                blocks.append(table[column])
+        self._stale.clear()
+        count = len(rows)
+        if 3 * count > len(self._host_entries):
+            self._make_entries(2 * count)
+        self._host_entries[: 3 * count] = rows + columns + blocks
+        self._backend.upload(self._device_entries[: 3 * count], self._host_entries[: 3 * count])
+        entries = (self._device_entries[part * count : (part + 1) * count] for part in range(3))
+        self._backend.update_block_tables(self.block_tables, *entries)
+
+
+def _layout(precise: np.dtype, rows: int) -> tuple[list, int]:
+    """([(name, dtype, first byte, end)], bytes in all)."""
+    layout, end = [], 0
+    for name, dtype in FIELDS.items():
+        dtype = precise if dtype is float else np.dtype(dtype)
+        start, end = end, end + dtype.itemsize * rows
+        layout.append((name, dtype, start, end))
+    return layout, end
+
+
+def _views(buffer, layout: list) -> SimpleNamespace:
+    return SimpleNamespace(**{name: buffer[start:stop].view(dtype) for name, dtype, start, stop in layout})

@@ -1,0 +1,203 @@
+"""From a scheduled step to arrays, through the model, to drawn tokens.
+
+The rows' inputs stand ready in one buffer (rows.py): a decode step is one copy, one forward pass and one draw, which a
+device with graphs replays as one launch. The spans of prompts are one more packed pass.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from ..autograd import Tensor, no_grad
+from ..models.attend import PagedDecode, PagedPrefill
+from .config import EngineConfig
+from .request import SEED_MASK
+from .rows import SAMPLING, Rows
+from .scheduler import Span, Step
+
+CHUNK_KEYS = 256  # attention reads keys in chunks of this many; a step is made for a power of two of them
+MOST_STEPS = 1024  # kept ready; a CPU, which rounds nothing up, meets more shapes than it is worth keeping
+CPU_CACHE_BYTES = 4 << 30  # the KV cache of the CPU grows to this at most unless num_kv_blocks says otherwise
+
+
+def fit_memory(config: EngineConfig, model) -> EngineConfig:
+    """config with max_model_len and num_kv_blocks filled in; ValueError if max_model_len does not fit.
+
+    By default the cache holds max_num_seqs sequences of max_model_len, or what gpu_memory_utilization of the free
+    memory allows; a default max_model_len is the model's own limit, or less if the cache is smaller.
+    """
+    shape, block_size = model.config, config.block_size
+    longest = shape.max_position_embeddings
+    if config.max_model_len is not None and config.max_model_len > longest:
+        raise ValueError(f"max_model_len={config.max_model_len} exceeds the model's max_position_embeddings={longest}")
+    max_model_len = config.max_model_len or longest
+    num_blocks = config.num_kv_blocks
+    if num_blocks is None:
+        token_bytes = 2 * shape.num_hidden_layers * shape.num_key_value_heads * shape.head_dim * model.dtype.itemsize
+        budget = int(model.backend.memory_info()[0] * config.gpu_memory_utilization)
+        if model.backend.name == "cpu":
+            budget = min(budget, CPU_CACHE_BYTES)
+        wanted = config.max_num_seqs * -(-max_model_len // block_size)
+        num_blocks = min(wanted, max(1, budget // (token_bytes * block_size)))
+    room = num_blocks * block_size
+    if room < max_model_len and config.max_model_len is not None:
+        raise ValueError(
+            f"the KV cache has room for {room} tokens ({num_blocks} blocks of {block_size}), less than max_model_len="
+            f"{max_model_len}: lower max_model_len, or raise num_kv_blocks or gpu_memory_utilization"
+        )
+    return replace(config, max_model_len=min(room, max_model_len), num_kv_blocks=num_blocks)
+
+
+class ModelRunner:
+    """Holds the KV cache and computes steps of `rows`."""
+
+    def __init__(self, model, rows: Rows, config: EngineConfig, vocab_size: int):
+        self.model, self.backend, self.rows, self.vocab_size = model, model.backend, rows, vocab_size
+        self.num_blocks, self.block_size = config.num_kv_blocks, config.block_size
+        self.enforce_eager = config.enforce_eager
+        self.max_context_len = rows.block_tables.shape[1] * config.block_size
+        self.kv: list | None = None
+        self._precise = self.backend.accumulator(model.dtype)
+        self._steps: dict[tuple[int, int], tuple] = {}  # (rows, longest context) -> (device views, the step)
+        self._graphs = self.backend.Graphs()
+        self.allocate_cache()
+
+    @property
+    def cache_bytes(self) -> int:
+        """Of the KV cache when the engine is awake."""
+        config = self.model.config
+        width = config.num_key_value_heads * config.head_dim * self.model.dtype.itemsize
+        return 2 * config.num_hidden_layers * self.num_blocks * self.block_size * width
+
+    def allocate_cache(self) -> None:
+        """Make the KV cache: for each layer K and V of (num_blocks, block_size, K, D)."""
+        config = self.model.config
+        shape = (self.num_blocks, self.block_size, config.num_key_value_heads, config.head_dim)
+        zeros, dtype = self.backend.zeros, self.model.dtype
+        self.kv = [(zeros(shape, dtype), zeros(shape, dtype)) for _ in range(config.num_hidden_layers)]
+
+    def free_cache(self) -> None:
+        self.kv = None
+        self._steps.clear()  # they write into it
+        self._graphs = self.backend.Graphs()
+
+    def run(self, step: Step) -> tuple[tuple | None, list[tuple[Span, np.ndarray, np.ndarray]]]:
+        """Compute a step.
+
+        Returns (tokens, logprobs) of the rows, (num_rows,) on the host, None without rows; and (span, tokens, logprobs)
+        for each span that draws.
+        """
+        if step.copies:
+            source, target = np.array(step.copies, np.int32).T
+            self.backend.copy_blocks(self.kv, self.backend.array(source), self.backend.array(target))
+        with no_grad():
+            decoded = self._decode(step.num_rows) if step.num_rows else None
+            return decoded, self._prefill(step.spans) if step.spans else []
+
+    # ---- rows ----
+
+    def _decode(self, count: int) -> tuple[np.ndarray, np.ndarray]:
+        rows = self.rows
+        device, step = self._step_for(count, rows.longest)
+        rows.upload()
+        if rows.draw_plainly:
+            return self._on_host(*step(), count)
+        on_device = [None if x is None else self.backend.array(x) for x in rows.draw_settings()]
+        settings = [getattr(device, name)[:count] for name in (*SAMPLING, "seeds", "draw_positions")]
+        logits = _decode_logits(self.model, self.kv, device, self.max_context_len)[:count]
+        return self._on_host(*self.backend.sample(logits, *settings, self.vocab_size, *on_device), count)
+
+    def _step_for(self, count: int, longest: int) -> tuple:
+        """(device views, step) for `count` rows of at most `longest` tokens."""
+        context = (1 << ((longest - 1) // CHUNK_KEYS).bit_length()) * CHUNK_KEYS
+        key = self.backend.row_bucket(count), min(context, self.max_context_len)
+        if key not in self._steps:
+            if len(self._steps) == MOST_STEPS:
+                self._steps.clear()
+            self._steps[key] = self._make_step(*key)
+        return self._steps[key]
+
+    def _make_step(self, rows: int, max_context_len: int) -> tuple:
+        device = self.rows.views(rows)
+        # not self, which holds the step: a cycle would keep the cache
+        model, kv, vocab_size = self.model, self.kv, self.vocab_size
+        settings = [getattr(device, name) for name in (*SAMPLING, "seeds", "draw_positions")]
+
+        def step():
+            return model.backend.sample(_decode_logits(model, kv, device, max_context_len), *settings, vocab_size)
+
+        return device, step if self.enforce_eager else self._graphs.graphed(step)
+
+    # ---- spans ----
+
+    def _prefill(self, spans: list[Span]) -> list[tuple[Span, np.ndarray, np.ndarray]]:
+        be = self.backend
+        starts, counts = (np.array([getattr(span, name) for span in spans], np.int32) for name in ("first", "count"))
+        ends = starts + counts
+        borders = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+        positions = np.arange(borders[-1], dtype=np.int32) - np.repeat(borders[:-1] - starts, counts)
+        tokens = np.concatenate([span.sequence.ids[span.first : span.first + span.count] for span in spans])
+        block_indices, offsets = np.divmod(positions, self.block_size)
+        tables = np.zeros((len(spans), int(block_indices.max()) + 1), np.int32)
+        for table, span in zip(tables, spans, strict=True):
+            blocks = span.sequence.block_table[: len(table)]
+            table[: len(blocks)] = blocks
+        slots = tables[np.repeat(np.arange(len(spans)), counts), block_indices].astype(np.int64)
+        slots = slots * self.block_size + offsets
+        filling = be.row_bucket(len(tokens)) - len(tokens)
+        tokens, positions = np.pad(tokens, (0, filling)), np.pad(positions, (0, filling))
+        slots = np.pad(slots, (0, filling), constant_values=-1)
+        attend = PagedPrefill(self.kv, be.array(tables), be.array(borders), be.array(ends), be.array(slots))
+        hidden = self.model.forward(be.array(tokens), be.array(positions), attend)
+        drawing = [(span, int(border) - 1) for span, border in zip(spans, borders[1:], strict=True) if span.draws]
+        return self._draw(hidden, *zip(*drawing, strict=True)) if drawing else []
+
+    def _draw(self, hidden, spans: tuple[Span], last_rows: tuple[int]) -> list[tuple[Span, np.ndarray, np.ndarray]]:
+        """Draw span.draws tokens after the last row of each span; draw j has the seed of sample j from the first on."""
+        be, draws = self.backend, np.array([span.draws for span in spans])
+        logits = self.model.logits(Tensor(hidden.data[be.array(np.repeat(np.array(last_rows), draws))])).data
+        params = [span.sequence.request.params for span in spans]
+
+        def repeated(values, dtype):
+            return be.array(np.repeat(np.array(values, dtype), draws))
+
+        dtypes = (self._precise, np.int32, self._precise, self._precise)
+        settings = [
+            repeated([getattr(one, name) for one in params], dtype)
+            for name, dtype in zip(SAMPLING, dtypes, strict=True)
+        ]
+        seeds = [(span.sequence.seed + j) & SEED_MASK for span in spans for j in range(span.draws)]
+        settings += [be.array(np.array(seeds, np.uint64)), repeated([len(s.sequence.ids) for s in spans], np.int64)]
+        drawn = be.sample(logits, *settings, self.vocab_size, *self._bans_and_penalties(spans, draws))
+        tokens, logprobs = self._on_host(*drawn, len(seeds))
+        ends = np.cumsum(draws)
+        parts = zip(spans, np.split(tokens, ends[:-1]), np.split(logprobs, ends[:-1]), strict=True)
+        return list(parts)
+
+    def _bans_and_penalties(self, spans: tuple[Span], draws: np.ndarray) -> tuple:
+        """(banned (N, S), repetition_penalty (N,), seen (N, V)) of N draws, None where no span needs it."""
+        be, banned, penalty, seen = self.backend, None, None, None
+        sequences = [span.sequence for span in spans]
+        early = [seq.num_generated < seq.request.params.min_tokens for seq in sequences]
+        if any(early):
+            ids = [sorted(seq.request.stop_ids) if is_early else [] for seq, is_early in zip(sequences, early)]
+            rows = [one + [-1] * (max(map(len, ids)) - len(one)) for one in ids]
+            banned = be.array(np.repeat(np.array(rows, np.int32), draws, axis=0))
+        penalties = np.array([seq.request.params.repetition_penalty for seq in sequences], self._precise)
+        if (penalties != 1).any():
+            rows = np.zeros((len(spans), self.model.config.vocab_size), bool)
+            for row, seq in zip(rows, sequences, strict=True):
+                row[seq.ids] = seq.request.params.repetition_penalty != 1
+            penalty, seen = be.array(np.repeat(penalties, draws)), be.array(np.repeat(rows, draws, axis=0))
+        return banned, penalty, seen
+
+    def _on_host(self, tokens, logprobs, count: int) -> tuple[np.ndarray, np.ndarray]:
+        return self.backend.to_numpy(tokens)[:count], self.backend.to_numpy(logprobs)[:count]
+
+
+def _decode_logits(model, kv, inputs, max_context_len: int):
+    """Logits (rows, V) of a decode step on the device."""
+    attend = PagedDecode(kv, inputs.block_tables, inputs.context_lens, inputs.slot_mapping, max_context_len)
+    return model.logits(model.forward(inputs.tokens, inputs.positions, attend)).data
