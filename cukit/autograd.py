@@ -6,13 +6,22 @@ returns one gradient array (or None) an input. Weights do not pass gradients thr
 straight into Parameter.grad, in float32, so that micro-batches accumulate there without a copy.
 """
 
+import threading
 from contextlib import contextmanager
 from itertools import count
 
 from .backend import backend_of
 
-_recording = True
 _age = count()
+
+
+class _Tape(threading.local):
+    """Whether ops are recorded, for each thread apart: an engine may step in one while another trains."""
+
+    on = True
+
+
+_tape = _Tape()
 
 
 class Tensor:
@@ -38,10 +47,6 @@ class Tensor:
     def backend(self):
         return backend_of(self.data)
 
-    def detach(self):
-        """The same array, outside the graph."""
-        return Tensor(self.data)
-
     def item(self) -> float:
         """The only element as a Python float."""
         return float(self.data)
@@ -59,44 +64,67 @@ class Tensor:
 
 
 class Parameter(Tensor):
-    """A trained array. grad is None or an array of float32 (float64 for float64 data) that backward passes add to."""
+    """A trained array. grad is None or an array of float32 (float64 for float64 data) that backward passes add to.
 
-    __slots__ = ("name",)
+    slot: its place in a store of flat buckets (models.store), which then holds its gradient too; None if it stands
+    alone.
+    """
+
+    __slots__ = ("name", "slot")
 
     def __init__(self, data, name=""):
         super().__init__(data, requires_grad=True)
-        self.name = name
+        self.name, self.slot = name, None
 
     def grad_buffer(self):
         """The array to add gradients into, made of zeros at first use; None if the parameter is frozen (requires_grad
         False).
         """
-        if self.requires_grad and self.grad is None:
-            self.grad = self.backend.zeros(self.shape, self.backend.accumulator(self.dtype))
-        return self.grad if self.requires_grad else None
+        if not self.requires_grad:
+            return None
+        if self.grad is None:
+            if self.slot is None:
+                self.grad = self.backend.zeros(self.shape, self.backend.accumulator(self.dtype))
+            else:
+                self.grad = self.slot.gradient()
+        return self.grad
 
     def zero_grad(self):
+        if self.slot is not None and self.grad is not None:
+            self.grad[...] = 0  # a bucket's gradient is zero wherever no parameter claims it
         self.grad = None
 
 
 class _Node:
-    """One op that ran: where its inputs came from, and the rule from output gradients to input gradients."""
+    """One op that ran: where its inputs came from, and the rule from output gradients to input gradients.
 
-    __slots__ = ("age", "inputs", "num_outputs", "rule")
+    sources: for each input None (no gradient wanted), a leaf Tensor, or (node, index of its output). Inputs that other
+    ops made are not held, so that only what a rule needs outlives the forward pass.
+    """
+
+    __slots__ = ("age", "num_outputs", "rule", "sources")
 
     def __init__(self, inputs, rule, num_outputs):
-        self.inputs, self.rule, self.num_outputs, self.age = inputs, rule, num_outputs, next(_age)
+        self.sources = tuple(map(_source, inputs))
+        self.rule, self.num_outputs, self.age = rule, num_outputs, next(_age)
+
+
+def _source(x):
+    if x is None or not x.requires_grad:
+        return None
+    return x if x._node is None else (x._node, x._index)
 
 
 def record(data, inputs, rule):
     """The output Tensor of an op (a tuple of Tensors if `data` is a tuple of arrays).
 
     inputs: Tensors or None. rule(dy, …), one array (or None) an output, returns one gradient (or None) an input; it is
-    kept only if the tape is on and an input requires a gradient.
+    kept only if the tape is on and an input requires a gradient. A rule must not close over a Tensor of which it needs
+    no array.
     """
     arrays = data if isinstance(data, tuple) else (data,)
     outputs = tuple(Tensor(array) for array in arrays)
-    if _recording and any(x is not None and x.requires_grad for x in inputs):
+    if _tape.on and any(x is not None and x.requires_grad for x in inputs):
         node = _Node(inputs, rule, len(outputs))
         for index, out in enumerate(outputs):
             out.requires_grad, out._node, out._index = True, node, index
@@ -105,19 +133,18 @@ def record(data, inputs, rule):
 
 @contextmanager
 def no_grad():
-    """Inside, nothing is recorded."""
-    with _tape(False):
+    """Inside, this thread records nothing."""
+    with _recording(False):
         yield
 
 
 @contextmanager
-def _tape(on: bool):
-    global _recording
-    before, _recording = _recording, on
+def _recording(on: bool):
+    before, _tape.on = _tape.on, on
     try:
         yield
     finally:
-        _recording = before
+        _tape.on = before
 
 
 def backward(outputs, grads):
@@ -128,21 +155,22 @@ def backward(outputs, grads):
     """
     waiting = {}  # node -> gradient of each of its outputs
 
-    def add(x, dx):
-        if x._node is not None:
-            slots = waiting.setdefault(x._node, [None] * x._node.num_outputs)
-            slots[x._index] = dx if slots[x._index] is None else slots[x._index] + dx
-        elif isinstance(x, Parameter):
-            buffer = x.grad_buffer()
-            buffer += dx
+    def add(source, dx):
+        if isinstance(source, tuple):
+            node, index = source
+            slots = waiting.setdefault(node, [None] * node.num_outputs)
+            slots[index] = dx if slots[index] is None else slots[index] + dx
+        elif isinstance(source, Parameter):
+            if (buffer := source.grad_buffer()) is not None:
+                buffer += dx
         else:
-            x.grad = dx if x.grad is None else x.grad + dx
+            source.grad = dx if source.grad is None else source.grad + dx
 
     for x, dx in zip(outputs, grads, strict=True):
         if not x.requires_grad:
             raise ValueError("backward() needs an output that depends on a parameter (was it computed under no_grad?)")
         if dx is not None:
-            add(x, dx)
+            add(_source(x), dx)
     # A node is younger than the nodes it was made from, so from young to old every gradient is complete when its turn
     # comes.
     pending = sorted(_reachable(outputs), key=lambda node: node.age)
@@ -151,10 +179,10 @@ def backward(outputs, grads):
         grads_out = waiting.pop(node, None)
         rule, node.rule = node.rule, _used
         if grads_out is not None:
-            for x, dx in zip(node.inputs, rule(*grads_out), strict=True):
-                if dx is not None and x is not None and x.requires_grad:
-                    add(x, dx)
-        node.inputs = ()
+            for source, dx in zip(node.sources, rule(*grads_out), strict=True):
+                if dx is not None and source is not None:
+                    add(source, dx)
+        node.sources = ()
 
 
 def _used(*_):
@@ -168,24 +196,36 @@ def _reachable(outputs):
         node = stack.pop()
         if node not in found:
             found.add(node)
-            stack.extend(x._node for x in node.inputs if x is not None and x._node is not None)
+            stack.extend(source[0] for source in node.sources if isinstance(source, tuple))
     return found
 
 
-def recompute(function, *inputs: Tensor):
+def recompute(function, parameters, *inputs: Tensor, first=None):
     """function(*inputs) -> tuple of Tensors, keeping only its inputs: it runs again in the backward pass.
 
-    Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost" (gradient checkpointing). Parameters used inside
-    get their gradients; an input must require a gradient, and other tensors that the function closes over must not.
+    Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost" (gradient checkpointing). parameters: those that
+    the function may use; they get their gradients inside the backward pass, and one that is trained is enough for the
+    call to be recorded. Other tensors that the function closes over must not require a gradient. first: a function of
+    the other inputs' arrays that gives the bits of the first input's array again; then that input is not kept either.
     """
+    if not _tape.on:
+        return function(*inputs)
     with no_grad():
-        outputs = function(*inputs)
+        outputs = tuple(out.data for out in function(*inputs))
+    needed, kept = [x.requires_grad for x in inputs], [x.data for x in inputs]
+    if first is not None:
+        kept[0] = None
 
     def rule(*grads):
-        leaves = [Tensor(x.data, requires_grad=x.requires_grad) for x in inputs]
-        with _tape(True):
+        with no_grad():
+            arrays = kept if first is None else [first(*kept[1:]), *kept[1:]]
+        leaves = [Tensor(array, requires_grad=need) for array, need in zip(arrays, needed)]
+        with _recording(True):
             again = function(*leaves)
-        backward(again, grads)
-        return [leaf.grad for leaf in leaves]
+        # an output that depends on nothing trained got its gradient only because it shares this node with others
+        pairs = [(out, grad) for out, grad in zip(again, grads, strict=True) if out.requires_grad]
+        if pairs:
+            backward(*zip(*pairs))
+        return [*(leaf.grad for leaf in leaves), *(None for _ in parameters)]
 
-    return record(tuple(out.data for out in outputs), inputs, rule)
+    return record(outputs, (*inputs, *parameters), rule)

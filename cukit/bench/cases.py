@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..models.decoder import rope_tables
+from ..models.store import PIECES, padded_size
 from .measure import random_array
 from .subject import Subject
 
@@ -345,16 +346,14 @@ def optimizer_cases(b: Workbench) -> Iterator[Case]:
             )
 
         yield Case("adamw_step", f"{name} {outs} x {ins}", arguments, outs * ins * (7 * FLOAT + own))
-    shapes = [weights[name] for name in weights if name != "lm_head"] * layers + [weights["lm_head"]] * (
-        2 - b.config.tie_word_embeddings
-    )
-    numbers = sum(outs * ins for outs, ins in shapes)
+    sizes = {name: outs * ins for name, (outs, ins) in weights.items()}
+    head = sizes.pop("lm_head")
+    buckets = [padded_size(sum(sizes.values()))] * layers + [padded_size(head)] * (2 - b.config.tie_word_embeddings)
     yield Case(
-        "sum_of_squares",
-        f"{numbers / 1e6:.1f} M in {len(shapes)} gradients",
-        lambda: ([b.random(*shape, dtype=b.statistics) for shape in shapes],),
-        FLOAT * numbers,
-        note="waits for the device",
+        "sums_of_squares",
+        f"{sum(buckets) / 1e6:.1f} M in {len(buckets)} buckets",
+        lambda: ([b.random(size, dtype=b.statistics) for size in buckets], PIECES),
+        FLOAT * sum(buckets),
     )
 
 

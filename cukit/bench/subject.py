@@ -11,21 +11,21 @@ from ..models.config import ModelConfig
 from ..models.decoder import Decoder
 from ..models.weights import load_config, load_model
 
+QWEN3 = dict(
+    architectures=["Qwen3ForCausalLM"],
+    vocab_size=151936,
+    num_attention_heads=16,
+    num_key_value_heads=8,
+    head_dim=128,
+    max_position_embeddings=40960,
+    rms_norm_eps=1e-6,
+    rope_theta=1000000.0,
+    tie_word_embeddings=True,
+)
 SHAPES = {
-    "qwen3-0.6b": dict(
-        architectures=["Qwen3ForCausalLM"],
-        vocab_size=151936,
-        hidden_size=1024,
-        intermediate_size=3072,
-        num_hidden_layers=28,
-        num_attention_heads=16,
-        num_key_value_heads=8,
-        head_dim=128,
-        max_position_embeddings=40960,
-        rms_norm_eps=1e-6,
-        rope_theta=1000000.0,
-        tie_word_embeddings=True,
-    ),
+    "qwen3-0.6b": QWEN3 | dict(hidden_size=1024, intermediate_size=3072, num_hidden_layers=28),
+    "qwen3-1.7b": QWEN3 | dict(hidden_size=2048, intermediate_size=6144, num_hidden_layers=28),
+    "qwen3-4b": QWEN3 | dict(hidden_size=2560, intermediate_size=9728, num_hidden_layers=36, num_attention_heads=32),
     "smollm2-135m": dict(
         architectures=["LlamaForCausalLM"],
         vocab_size=49152,

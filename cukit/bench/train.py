@@ -59,7 +59,7 @@ def run(options: TrainBench) -> dict:
     rows = report["rows"]
     # from the least memory to the most, since a CPU's process only knows its highest point
     rows.append(_row("log-probs, no gradient", None, lambda: _score(model, step), subject, step, options, before))
-    optimizer = AdamW(model.parameters(), LEARNING_RATE)
+    optimizer = AdamW(model.store, LEARNING_RATE)
     for recompute in (True, False):
         model.gradient_checkpointing = recompute
         rows.append(

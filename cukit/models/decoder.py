@@ -2,7 +2,7 @@
 
 T tokens packed without padding, C hidden, H query heads, K key heads, D head_dim, F intermediate, V vocabulary. What
 differs between the uses is only the `attend` object (cukit.models.attend) and whether the tape is on. In memory q, k, v
-are one weight ((H + 2K)·D, C) and gate, up are one (2F, C); Hugging Face's names are views of their rows (hf_tensors).
+are one weight ((H + 2K)·D, C) and gate, up are one (2F, C); Hugging Face's names are views of their rows (parts).
 """
 
 import math
@@ -10,9 +10,13 @@ import math
 import numpy as np
 
 from ..autograd import Tensor, recompute
-from ..ops import add_rms_norm, embedding, linear, qk_norm_rope, silu_mul
+from ..ops import add_rms_norm, qk_norm_rope, silu_mul
 from .config import ModelConfig
-from .modules import Embedding, Linear, Module, RMSNorm
+from .heads import LanguageModelHead
+from .modules import Embedding, Linear, Module, RMSNorm, declare
+from .store import Store
+
+MAX_SEED = 2**64 - 1
 
 
 class Attention(Module):
@@ -20,9 +24,10 @@ class Attention(Module):
 
     def __init__(self, config: ModelConfig, backend, dtype, layer_index: int):
         self.config, self.layer_index = config, layer_index
-        heads = config.num_attention_heads + 2 * config.num_key_value_heads
-        self.qkv_proj = Linear(backend, dtype, config.hidden_size, heads * config.head_dim, config.attention_bias)
-        self.o_proj = Linear(backend, dtype, config.num_attention_heads * config.head_dim, config.hidden_size)
+        query, key = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+        parts = {"q_proj": query, "k_proj": key, "v_proj": key}
+        self.qkv_proj = Linear(backend, dtype, config.hidden_size, parts, config.attention_bias)
+        self.o_proj = Linear(backend, dtype, query, {"o_proj": config.hidden_size})
         self.q_norm = RMSNorm(backend, dtype, config.head_dim, config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(backend, dtype, config.head_dim, config.rms_norm_eps) if config.qk_norm else None
 
@@ -39,15 +44,18 @@ class MLP(Module):
     """SwiGLU: down(silu(gate(x)) · up(x))."""
 
     def __init__(self, config: ModelConfig, backend, dtype):
-        self.gate_up_proj = Linear(backend, dtype, config.hidden_size, 2 * config.intermediate_size)
-        self.down_proj = Linear(backend, dtype, config.intermediate_size, config.hidden_size)
+        width = config.intermediate_size
+        self.gate_up_proj = Linear(backend, dtype, config.hidden_size, {"gate_proj": width, "up_proj": width})
+        self.down_proj = Linear(backend, dtype, width, {"down_proj": config.hidden_size})
 
     def __call__(self, x):
         return self.down_proj(silu_mul(self.gate_up_proj(x)))
 
 
 class Layer(Module):
-    """One block. The residual stream travels beside the block's output, so that an addition joins the norm after it."""
+    """One block, between two norms: it takes its input after the input norm, beside the residual stream, and leaves the
+    last addition to the norm that comes next (the next layer's, or the final one), which joins the two.
+    """
 
     def __init__(self, config: ModelConfig, backend, dtype, layer_index: int):
         self.input_layernorm = RMSNorm(backend, dtype, config.hidden_size, config.rms_norm_eps)
@@ -55,11 +63,8 @@ class Layer(Module):
         self.post_attention_layernorm = RMSNorm(backend, dtype, config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config, backend, dtype)
 
-    def __call__(self, x, residual, positions, attend, rope):
-        if residual is None:
-            h, residual = self.input_layernorm(x), x
-        else:
-            h, residual = add_rms_norm(x, residual, self.input_layernorm.weight, self.input_layernorm.eps)
+    def __call__(self, h, residual, positions, attend, rope):
+        """h = input_layernorm(residual), both (T, C) -> (x, residual'), whose sum is the next residual stream."""
         h = self.self_attn(h, positions, attend, rope)
         h, residual = add_rms_norm(h, residual, self.post_attention_layernorm.weight, self.post_attention_layernorm.eps)
         return self.mlp(h), residual
@@ -68,78 +73,108 @@ class Layer(Module):
 class Decoder(Module):
     """A decoder-only language model. Weights are zero until loaded (models.weights) or drawn (init_weights).
 
-    gradient_checkpointing: keep only the layers' inputs for the backward pass and compute the rest again.
+    store: the flat buckets that hold all of them. gradient_checkpointing: keep only the residual stream between layers
+    for the backward pass and compute the rest again.
     """
 
     def __init__(self, config: ModelConfig, backend, dtype):
         self.config, self.backend, self.dtype = config, backend, backend.dtype_of(dtype)
-        self.gradient_checkpointing = False
+        self.gradient_checkpointing, self._exact = False, "auto"
         self.embed_tokens = Embedding(backend, self.dtype, config.vocab_size, config.hidden_size)
         self.layers = [Layer(config, backend, self.dtype, i) for i in range(config.num_hidden_layers)]
         self.norm = RMSNorm(backend, self.dtype, config.hidden_size, config.rms_norm_eps)
-        self.lm_head = (
-            self.embed_tokens
-            if config.tie_word_embeddings
-            else Embedding(backend, self.dtype, config.vocab_size, config.hidden_size)
-        )
-        for name, parameter in self.named_parameters().items():
-            parameter.name = name
+        tied, head_shape = config.tie_word_embeddings, (config.vocab_size, config.hidden_size)
+        self.lm_head = LanguageModelHead(self.embed_tokens.weight if tied else declare(head_shape, self.dtype))
+        parts = {
+            name if name.startswith("lm_head.") else f"model.{name}": part for name, part in self.named_parts().items()
+        }
+        self.store = Store(backend, self.named_parameters(), parts)
+        self._layer_parameters = [layer.parameters() for layer in self.layers]
         self._rope = rope_tables(config, backend, self.dtype)
+
+    # ---- the forward pass ----
 
     def forward(self, tokens, positions, attend) -> Tensor:
         """tokens, positions (T,) int32 on the model's device -> hidden states (T, C) after the final norm."""
-        x, residual = embedding(self.embed_tokens.weight, tokens), None
-        for layer in self.layers:
+        residual = self.embed_tokens(tokens)
+        h = self.layers[0].input_layernorm(residual)
+        norms = [*(layer.input_layernorm for layer in self.layers[1:]), self.norm]
+        for index, (layer, next_norm) in enumerate(zip(self.layers, norms, strict=True)):
 
-            def block(x, residual=None, layer=layer):
-                return layer(x, residual, positions, attend, self._rope)
+            def block(h, residual, layer=layer):
+                return layer(h, residual, positions, attend, self._rope)
 
-            inputs = (x,) if residual is None else (x, residual)
-            x, residual = recompute(block, *inputs) if self.gradient_checkpointing else block(*inputs)
-        return add_rms_norm(x, residual, self.norm.weight, self.norm.eps)[0]
+            if self.gradient_checkpointing:
+                again = _norm_again(layer.input_layernorm)
+                x, residual = recompute(block, self._layer_parameters[index], h, residual, first=again)
+            else:
+                x, residual = block(h, residual)
+            h, residual = add_rms_norm(x, residual, next_norm.weight, next_norm.eps)
+        return h
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden (N, C) -> (N, V) in the model's dtype."""
-        return linear(hidden, self.lm_head.weight)
+        return self.lm_head(hidden)
 
-    def hf_tensors(self) -> dict:
+    # ---- what belongs to the model ----
+
+    @property
+    def vocab_size(self) -> int:
+        """The number of ids that count: those from here on are neither sampled nor part of a normaliser."""
+        return self.lm_head.vocab_size
+
+    def limit_vocabulary(self, num_ids: int):
+        """Count the first num_ids ids only (a tokenizer's), or all rows if the model has fewer."""
+        if num_ids < 1:
+            raise ValueError(f"the vocabulary cannot be limited to {num_ids} ids: give at least 1")
+        self.lm_head.vocab_size = min(num_ids, self.config.vocab_size)
+
+    @property
+    def exact(self) -> str:
+        """auto, true or false: whether decoding and training must compute the same bits. Setting it tells the backend,
+        which holds it for the whole process; ValueError where it cannot be promised.
+        """
+        return self._exact
+
+    @exact.setter
+    def exact(self, policy: str):
+        self.backend.set_exact(policy)
+        self._exact = policy
+
+    def parts(self) -> dict:
         """Hugging Face's tensor names -> arrays that are views of this model's weights (a tied head is not listed)."""
-        config, found = self.config, {}
-        query, key = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
-        splits = {
-            "qkv_proj": {
-                "q_proj": (0, query),
-                "k_proj": (query, query + key),
-                "v_proj": (query + key, query + 2 * key),
-            },
-            "gate_up_proj": {
-                "gate_proj": (0, config.intermediate_size),
-                "up_proj": (config.intermediate_size, 2 * config.intermediate_size),
-            },
-        }
-        for name, parameter in self.named_parameters().items():
-            fused = name.split(".")[-2]
-            for part, (start, stop) in splits.get(fused, {fused: (0, None)}).items():
-                full = name.replace(fused, part)
-                found[full if full == "lm_head.weight" else f"model.{full}"] = parameter.data[start:stop]
-        return found
+        return self.store.part_views()
+
+    def frozen_copy(self) -> "Decoder":
+        """The same weights in memory of their own, never trained: a reference model."""
+        copy = Decoder(self.config, self.backend, self.dtype)
+        copy.limit_vocabulary(self.vocab_size)
+        copy.store.copy_from(self.store)
+        for parameter in copy.store.parameters:
+            parameter.requires_grad = False
+        return copy
 
     parts = hf_tensors
 
     def init_weights(self, seed: int):
-        """Random weights from `seed`: linear maps N(0, 1/fan_in), o_proj and down_proj also divided by √(2·layers),
-        embeddings N(0, 0.05²), norms 1, biases 0.
+        """Random weights from `seed`, drawn on the device: linear maps N(0, 1/fan_in), o_proj and down_proj also
+        divided by √(2·layers), embeddings N(0, 0.05²), norms 1, biases 0.
+
+        The numbers of a part depend on the seed and on its place among the parts, on every device.
         """
-        generator = np.random.default_rng(seed)
-        for name, parameter in self.named_parameters().items():
-            if parameter.data.ndim == 1:
-                parameter.data[...] = 0.0 if name.endswith("bias") else 1.0
+        for index, (name, view) in enumerate(self.parts().items()):
+            if view.ndim == 1:
+                view[...] = 0.0 if name.endswith("bias") else 1.0
                 continue
-            scale = 0.05 if name in ("embed_tokens.weight", "lm_head.weight") else parameter.shape[1] ** -0.5
+            scale = 0.05 if name in ("model.embed_tokens.weight", "lm_head.weight") else view.shape[1] ** -0.5
             if "o_proj" in name or "down_proj" in name:
                 scale /= math.sqrt(2 * self.config.num_hidden_layers)
-            values = generator.standard_normal(parameter.shape, dtype=np.float32) * np.float32(scale)
-            parameter.data[...] = self.backend.array(values.astype(self.dtype))
+            self.backend.fill_normal(view, (seed ^ index << 32) & MAX_SEED, scale)
+
+
+def _norm_again(norm: RMSNorm):
+    """A function of the residual stream's array that gives the bits of norm(residual), however that was computed."""
+    return lambda residual: norm(Tensor(residual)).data
 
 
 def rope_tables(config: ModelConfig, backend, dtype):

@@ -1,7 +1,13 @@
-"""Parameters by name. A module holds them and applies an op; everything that computes is in ops/."""
+"""Parameters by name. A module declares them and applies an op; everything that computes is in ops/.
+
+A declared parameter has a shape and a dtype, but no memory: a Store (store.py) gives all of them theirs.
+"""
+
+import numpy as np
 
 from ..autograd import Parameter
-from ..ops import linear, rms_norm
+from ..ops import embedding, linear, rms_norm
+from .store import Declared
 
 
 class Module:
@@ -11,20 +17,31 @@ class Module:
 
     def named_parameters(self) -> dict[str, Parameter]:
         """Dotted name -> Parameter; a parameter that stands in two places is listed once, under the first."""
-        found, seen = {}, set()
-        for name, parameter in self._walk(""):
-            if id(parameter) not in seen:
-                seen.add(id(parameter))
-                found[name] = parameter
-        return found
+        return {name: parameter for name, parameter, _ in self._unique()}
 
     def parameters(self) -> list[Parameter]:
         return list(self.named_parameters().values())
 
+    def named_parts(self) -> dict[str, tuple[Parameter, slice]]:
+        """Dotted name of each part -> (Parameter, its rows): q_proj, k_proj and v_proj of a fused qkv_proj."""
+        return {
+            part: (parameter, rows)
+            for name, parameter, owner in self._unique()
+            for part, rows in owner._parts_of(name).items()
+        }
+
+    def _unique(self):
+        seen = set()
+        for name, parameter, owner in self._walk(""):
+            if id(parameter) not in seen:
+                seen.add(id(parameter))
+                yield name, parameter, owner
+
     def _walk(self, prefix):
+        """(dotted name, parameter, the module that holds it) for every place of a parameter."""
         for name, value in vars(self).items():
             if isinstance(value, Parameter):
-                yield prefix + name, value
+                yield prefix + name, value, self
             elif isinstance(value, Module):
                 yield from value._walk(f"{prefix}{name}.")
             elif isinstance(value, list):
@@ -32,23 +49,34 @@ class Module:
                     if isinstance(item, Module):
                         yield from item._walk(f"{prefix}{name}.{index}.")
 
+    def _parts_of(self, name):
+        """Part name -> rows, for this module's own parameter of that dotted name."""
+        return {name: slice(None)}
+
 
 class Linear(Module):
-    """y = x weightᵀ + bias; weight (out, in)."""
+    """y = x weightᵀ + bias; weight (out, in). parts: name -> rows, which lie one after the other in weight and bias."""
 
-    def __init__(self, backend, dtype, in_features, out_features, bias=False):
-        self.weight = Parameter(backend.zeros((out_features, in_features), dtype))
-        self.bias = Parameter(backend.zeros((out_features,), dtype)) if bias else None
+    def __init__(self, backend, dtype, in_features: int, parts: dict[str, int], bias: bool = False):
+        ends = np.cumsum(list(parts.values())).tolist()
+        self.part_rows = {name: slice(end - rows, end) for (name, rows), end in zip(parts.items(), ends)}
+        self.weight = declare((ends[-1], in_features), dtype)
+        self.bias = declare((ends[-1],), dtype) if bias else None
 
     def __call__(self, x):
         return linear(x, self.weight, self.bias)
+
+    def _parts_of(self, name):
+        """A part's name takes the place of the module's: self_attn.qkv_proj.bias -> self_attn.q_proj.bias, …"""
+        *path, _, kind = name.split(".")
+        return {".".join([*path, part, kind]): rows for part, rows in self.part_rows.items()}
 
 
 class RMSNorm(Module):
     """weight (C,), always float32 or better: it costs nothing and loses nothing."""
 
     def __init__(self, backend, dtype, size, eps):
-        self.weight = Parameter(backend.zeros((size,), backend.accumulator(dtype)))
+        self.weight = declare((size,), backend.accumulator(dtype))
         self.eps = eps
 
     def __call__(self, x):
@@ -56,7 +84,15 @@ class RMSNorm(Module):
 
 
 class Embedding(Module):
-    """weight (V, C)."""
+    """weight (V, C); a row for each id."""
 
     def __init__(self, backend, dtype, num_embeddings, size):
-        self.weight = Parameter(backend.zeros((num_embeddings, size), dtype))
+        self.weight = declare((num_embeddings, size), dtype)
+
+    def __call__(self, ids):
+        return embedding(self.weight, ids)
+
+
+def declare(shape, dtype) -> Parameter:
+    """A Parameter without memory yet."""
+    return Parameter(Declared(tuple(shape), np.dtype(dtype)))

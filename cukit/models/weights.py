@@ -14,7 +14,8 @@ from .config import ModelConfig
 from .decoder import Decoder
 
 STORED_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-INDEX = "model.safetensors.index.json"
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+EMBEDDING = "model.embed_tokens.weight"
 
 
 def load_config(folder) -> ModelConfig:
@@ -33,31 +34,43 @@ def load_model(folder, device="cpu", dtype="auto") -> Decoder:
     """A Decoder with the weights of `folder` (config.json and safetensors), on `device` in `dtype` (auto: bfloat16 on
     cuda, float32 on cpu).
 
-    Raises one ValueError that names every tensor that is missing, unexpected or of the wrong shape.
+    Tensors are read one at a time, straight into the model's memory; float32 becomes bfloat16 as in an update. Raises
+    one ValueError that names every tensor that is missing, unexpected or of the wrong shape, or holds NaN or infinity.
     """
     config, backend = load_config(folder), backend_for(device)
     sources = _tensor_sources(model_folder(folder))
     model = Decoder(config, backend, dtype)
-    targets = model.hf_tensors()
+    targets = model.parts()
+    expected = dict(targets)
     if config.tie_word_embeddings and "lm_head.weight" in sources:
-        targets["lm_head.weight"] = targets[
-            "model.embed_tokens.weight"
-        ]  # some files store it again: it must be the same
-    _check_names_and_shapes(folder, sources, targets)
-    for name, (path, _, _) in sorted(sources.items(), key=lambda item: item[0] == "lm_head.weight"):
-        if name in targets:
-            stored = _read_tensor(path, name)
-            if name == "lm_head.weight" and config.tie_word_embeddings:
-                if not np.array_equal(
-                    stored, _read_tensor(sources["model.embed_tokens.weight"][0], "model.embed_tokens.weight")
-                ):
-                    raise ValueError(
-                        f"{folder}: lm_head.weight differs from the embedding although tie_word_embeddings is true; "
-                        "set it to false in config.json"
-                    )
-            else:
-                targets[name][...] = backend.array(stored.astype(targets[name].dtype, copy=False))
+        # some files store the head again: it must be the same
+        expected["lm_head.weight"] = targets[EMBEDDING]
+    _check_names_and_shapes(folder, sources, expected)
+    for path in {path: None for path, _, _ in sources.values()}:
+        with safe_open(path, framework="np") as file:
+            for name in file.keys():
+                if name in targets:
+                    _fill(backend, targets[name], file.get_tensor(name))
+    if wrong := model.store.non_finite():
+        raise ValueError(
+            f"{folder}: weights are not finite in {model.dtype}: {'; '.join(wrong)}; load an earlier checkpoint, or in "
+            "another dtype if the file's own numbers are finite"
+        )
+    if expected.keys() != targets.keys():
+        head, embedding = (_read_tensor(sources[name][0], name) for name in ("lm_head.weight", EMBEDDING))
+        if not np.array_equal(head, embedding):
+            raise ValueError(
+                f"{folder}: lm_head.weight differs from the embedding although tie_word_embeddings is true; "
+                "set it to false in config.json"
+            )
     return model
+
+
+def _fill(backend, target, stored):
+    if target.dtype == stored.dtype:
+        backend.upload(target, stored)
+    else:
+        backend.store_weights(target, backend.array(stored))
 
 
 def save_model(model: Decoder, folder, dtype=None):
@@ -65,24 +78,48 @@ def save_model(model: Decoder, folder, dtype=None):
     transformers.
 
     Each tensor keeps its dtype in memory (norm weights are float32), so that nothing is lost; `dtype` casts all of
-    them. Each file is written under a temporary name and then renamed.
+    them. A model that the folder held is replaced: its index and shards, which would be read instead, go last. Whenever
+    it is interrupted, the folder loads as the old model or the new one, or is refused.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     be = model.backend
     stored = be.dtype_of(dtype or model.dtype)
-    tensors = {}
-    for name, view in model.hf_tensors().items():
-        tensors[name] = np.ascontiguousarray(be.to_numpy(view).astype(stored if dtype else view.dtype, copy=False))
+    tensors = {name: _on_host(be, view, stored if dtype else view.dtype) for name, view in model.parts().items()}
     raw = dict(model.config.raw)
     raw["dtype" if "dtype" in raw else "torch_dtype"] = stored.name
-    temporary = folder / "model.safetensors.tmp"
-    save_file(tensors, temporary, metadata={"format": "pt"})
-    temporary.chmod(0o644)  # safetensors makes it readable by the owner alone
-    os.replace(temporary, folder / "model.safetensors")
-    temporary = folder / "config.json.tmp"
-    temporary.write_text(json.dumps(raw, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    os.replace(temporary, folder / "config.json")
+    config, weights = (folder / name for name in ("config.json", WEIGHTS))
+    new_config, new_weights = (path.with_name(path.name + ".tmp") for path in (config, weights))
+    save_file(tensors, new_weights, metadata={"format": "pt"})
+    new_weights.chmod(0o644)  # safetensors makes it readable by the owner alone
+    new_config.write_text(json.dumps(raw, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    shadows = _shadows(folder)
+    if config.is_file() and config.read_bytes() != new_config.read_bytes():
+        config.unlink()  # without it nothing loads: the old one would give the new weights another meaning
+    os.replace(new_weights, weights)
+    os.replace(new_config, config)
+    for path in shadows:
+        path.unlink(missing_ok=True)
+
+
+def _on_host(backend, view, dtype):
+    host = np.ascontiguousarray(backend.to_numpy(view))
+    if host.dtype == dtype:
+        return host
+    cast = np.empty(host.shape, dtype)
+    backend_for("cpu").store_weights(cast, host)
+    return cast
+
+
+def _shadows(folder: Path) -> list[Path]:
+    """The index of a sharded model and its shards, in the order in which they can go."""
+    if not (folder / INDEX).is_file():
+        return []
+    try:
+        shards = set(_shards(folder))
+    except ValueError:  # damaged: what is named like a shard
+        shards = set()
+    return [folder / INDEX, *sorted((shards | set(folder.glob("model-*-of-*.safetensors"))) - {folder / WEIGHTS})]
 
 
 def model_folder(folder) -> Path:
@@ -107,13 +144,18 @@ def model_folder(folder) -> Path:
 
 def _tensor_sources(folder: Path) -> dict:
     """Tensor name -> (file, shape, stored dtype), for a single file or the shards of an index."""
+    single = folder / WEIGHTS
     if (folder / INDEX).is_file():
         files = _shards(folder)
-    elif (folder / "model.safetensors").is_file():
-        files = {folder / "model.safetensors": None}
+        if single.is_file() and single not in files:
+            raise ValueError(
+                f"{folder} holds two models: {WEIGHTS}, and the shards that {INDEX} names; remove the one not meant"
+            )
+    elif single.is_file():
+        files = {single: None}
     else:
         hint = "; .bin checkpoints are not read: convert to safetensors" if list(folder.glob("*.bin")) else ""
-        raise ValueError(f"{folder} holds neither model.safetensors nor {INDEX}{hint}")
+        raise ValueError(f"{folder} holds neither {WEIGHTS} nor {INDEX}{hint}")
     sources = {}
     for path, expected in files.items():
         try:

@@ -18,21 +18,22 @@ def _data(x):
     return x.data if isinstance(x, Tensor) else x
 
 
-def _fit(dx, x):
-    """dx summed over the axes along which x was broadcast, so that it has x's shape."""
-    if dx.shape == x.shape:
+def _fit(dx, shape):
+    """dx summed over the axes along which an operand of this shape was broadcast (None: it wants no gradient)."""
+    if shape is None:
+        return None
+    if dx.shape == shape:
         return dx
-    extra = dx.ndim - len(x.shape)
-    axes = tuple(range(extra)) + tuple(extra + i for i, n in enumerate(x.shape) if n == 1 and dx.shape[extra + i] != 1)
-    return dx.sum(axis=axes).reshape(x.shape)
+    extra = dx.ndim - len(shape)
+    axes = tuple(range(extra)) + tuple(extra + i for i, n in enumerate(shape) if n == 1 and dx.shape[extra + i] != 1)
+    return dx.sum(axis=axes).reshape(shape)
 
 
 def _binary(a, b, value, rule):
     """An op of two broadcast operands; rule(dy) -> (da, db) before summing to their shapes."""
-    ta, tb = _lift(a), _lift(b)
-    return record(
-        value, (ta, tb), lambda dy: tuple(_fit(d, t) if t.requires_grad else None for d, t in zip(rule(dy), (ta, tb)))
-    )
+    operands = _lift(a), _lift(b)
+    shapes = [x.shape if x.requires_grad else None for x in operands]
+    return record(value, operands, lambda dy: tuple(map(_fit, rule(dy), shapes)))
 
 
 def add(a, b):
@@ -99,14 +100,16 @@ def clip(a: Tensor, low: float, high: float) -> Tensor:
 
 def sum_all(a: Tensor) -> Tensor:
     """The sum of all elements, a scalar."""
-    return record(a.data.sum(), (a,), lambda dy: (a.data * 0 + dy,))
+    be, shape, dtype = a.backend, a.shape, a.dtype
+    return record(a.data.sum(), (a,), lambda dy: (be.zeros(shape, dtype) + dy,))
 
 
 def index_rows(a: Tensor, rows) -> Tensor:
     """a[rows] along the first axis; rows: an int array without repeats."""
+    be, shape, dtype = a.backend, a.shape, a.dtype
 
     def rule(dy):
-        da = a.backend.zeros(a.shape, a.dtype)
+        da = be.zeros(shape, dtype)
         da[rows] = dy
         return (da,)
 

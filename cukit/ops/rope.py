@@ -25,6 +25,8 @@ def qk_norm_rope(
 
     def rule(dout):
         dq, dk = (None, None) if q_weight is None else (q_weight.grad_buffer(), k_weight.grad_buffer())
+        if (dq is None) != (dk is None):  # one of the two is frozen: its sum, which comes with the other's, is dropped
+            dq, dk = (be.zeros(q_data.shape, q_data.dtype) if x is None else x for x in (dq, dk))
         dqkv = be.qk_norm_rope_backward(
             dq, dk, dout, qkv.data, q_data, k_data, rstd, cos, sin, positions, num_heads, num_kv_heads
         )

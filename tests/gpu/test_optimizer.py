@@ -1,12 +1,15 @@
-"""AdamW and the sum of squares on the GPU."""
+"""AdamW, the rounding of weights and sums of squares on the GPU."""
 
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
 from check import DTYPES, normal, statistics
 
 from cukit.backend import backend_for
+from cukit.models.weights import load_model
+from cukit.optim import AdamW
 
 pytestmark = pytest.mark.gpu
 
@@ -55,40 +58,134 @@ def test_an_unaligned_view_is_stepped_in_place():
         assert got[0] == before[0] and got[1002] == before[1002]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_sum_of_squares(dtype):
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_weights_are_rounded_as_numpy_rounds(dtype):
+    """Every low half under many high halves, infinities, NaN and the largest finite numbers among them."""
     cuda, cpu = backend_for("cuda"), backend_for("cpu")
-    arrays = [
-        normal(*shape, seed=7).astype(cpu.dtype_of(dtype))
-        for shape in ((1,), (211,), (64, 1024), (0,), (1000, 1003), (5, 7))
-    ]
-    arrays.append(statistics(333))
+    high = np.array([0, 1, 0x80, 0x387F, 0x3F80, 0x42AA, 0x477F, 0x7EFF, 0x7F7E, 0x7F7F, 0x7F80, 0x7FC0], np.uint32)
+    high = np.concatenate([high, high | 0x8000])
+    values = ((high[:, None] << 16) + np.arange(2**16, dtype=np.uint32)).view(np.float32)
+    expected = np.empty(values.shape, cpu.dtype_of(dtype))
+    cpu.store_weights(expected, values)
+    got = cuda.zeros(values.shape, cuda.dtype_of(dtype))
+    cuda.store_weights(got, cuda.array(values))
+    got = cuda.to_numpy(got)
+    numbers = ~np.isnan(values)
+    np.testing.assert_array_equal(got.view(np.uint16)[numbers], expected.view(np.uint16)[numbers])
+    assert np.isnan(got[~numbers].astype(np.float32)).all()
+
+
+@pytest.mark.parametrize("size", [0, 1, 211, 1000])
+@pytest.mark.parametrize("out, given", [("bfloat16", "float16"), ("float16", "bfloat16"), ("float32", "float32")])
+def test_weights_of_other_dtypes(out, given, size):
+    cuda, cpu = backend_for("cuda"), backend_for("cpu")
+    values = normal(size).astype(cpu.dtype_of(given))
+    expected, got = np.empty(size, cpu.dtype_of(out)), cuda.zeros((size,), cuda.dtype_of(out))
+    cpu.store_weights(expected, values)
+    cuda.store_weights(got, cuda.array(values))
+    np.testing.assert_array_equal(cuda.to_numpy(got), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("pieces", [1, 7, 2520])
+def test_sums_of_squares(dtype, pieces):
+    """Arrays of several dtypes and sizes, an empty one among them: within rounding of NumPy, twice the same bits."""
+    cuda, cpu = backend_for("cuda"), backend_for("cpu")
+    arrays = [normal(pieces * size, seed=7).astype(cpu.dtype_of(dtype)) for size in (1, 0, 3, 8, 211, 776)]
+    arrays.insert(2, statistics(pieces * 5))
     device = [cuda.array(x) for x in arrays]
-    found = cuda.sum_of_squares(device)
-    assert isinstance(found, float)
-    np.testing.assert_allclose(found, cpu.sum_of_squares(arrays), rtol=1e-13)
-    assert found == cuda.sum_of_squares(device)
+    found, expected = cuda.sums_of_squares(device, pieces), cpu.sums_of_squares(arrays, pieces)
+    np.testing.assert_allclose(cuda.to_numpy(found), expected, rtol=1e-13)
+    assert cuda.to_numpy(cuda.sums_of_squares(device, pieces)).tobytes() == cuda.to_numpy(found).tobytes()
+    total = cuda.sum_in_order(found)
+    assert isinstance(total, float) and total == cuda.sum_in_order(found)
+    np.testing.assert_allclose(total, cpu.sum_in_order(expected), rtol=1e-13)
 
 
-def test_sum_of_squares_of_what_is_not_finite_or_not_there():
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("piece", [1, 3, 8, 776, 1003])
+def test_pieces_of_ranks_have_the_bits_of_the_whole(dtype, piece):
+    """Whatever a shard's alignment."""
+    cuda, cpu = backend_for("cuda"), backend_for("cpu")
+    pieces = 2520
+    x = cuda.array(normal(pieces * piece).astype(cpu.dtype_of(dtype)))
+    whole = cuda.to_numpy(cuda.sums_of_squares([x], pieces))
+    for ranks in (2, 3, 7, 9, 12):
+        size = x.size // ranks
+        shards = [
+            cuda.to_numpy(cuda.sums_of_squares([x[rank * size : (rank + 1) * size]], pieces // ranks))
+            for rank in range(ranks)
+        ]
+        assert np.concatenate(shards, axis=1).tobytes() == whole.tobytes()
+    shifted = cuda.zeros((x.size + 1,), x.dtype)[1:]
+    shifted[...] = x
+    assert cuda.to_numpy(cuda.sums_of_squares([shifted], pieces)).tobytes() == whole.tobytes()
+
+
+def test_sums_of_what_is_not_finite_or_not_there():
     cuda = backend_for("cuda")
-    assert cuda.sum_of_squares([]) == 0.0
-    assert cuda.sum_of_squares([cuda.array(np.zeros(0, np.float32))]) == 0.0
+    assert cuda.sum_in_order(cuda.sums_of_squares([], 10)) == 0.0
+    assert cuda.sum_in_order(cuda.sums_of_squares([cuda.array(np.zeros(0, np.float32))], 10)) == 0.0
     x = statistics(5000)
     for bad, check in ((np.nan, math.isnan), (np.inf, math.isinf), (-np.inf, math.isinf)):
         x[4999] = bad
-        assert check(cuda.sum_of_squares([cuda.array(statistics(10)), cuda.array(x)]))
-    assert math.isfinite(cuda.sum_of_squares([cuda.array(np.full(100, 3e38, np.float32))]))
+        assert check(cuda.sum_in_order(cuda.sums_of_squares([cuda.array(statistics(10)), cuda.array(x)], 10)))
+    large = cuda.array(np.full(100, 3e38, np.float32))
+    assert math.isfinite(cuda.sum_in_order(cuda.sums_of_squares([large], 10)))
+
+
+@pytest.mark.parametrize("name", ["qwen3_tiny", "qwen2_tiny"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_an_optimizer_step_over_a_store(name, dtype):
+    """Buckets of several dtypes, one of them partly frozen: NumPy's bits, given its norm."""
+    steps = [_one_step(device, name, dtype) for device in ("cpu", "cuda")]
+    np.testing.assert_allclose(steps[0][0], steps[1][0], rtol=1e-12)
+    assert steps[0][1].keys() == steps[1][1].keys()
+    for key, expected in steps[0][1].items():
+        np.testing.assert_array_equal(steps[1][1][key], expected, err_msg=key)
+
+
+def _one_step(device, name, dtype):
+    model = load_model(Path(__file__).parents[1] / "golden" / name, device=device, dtype=dtype)
+    model.layers[0].post_attention_layernorm.weight.requires_grad = False
+    be = model.backend
+    optimizer = AdamW(model.store, 1e-3, weight_decay=0.1)  # no clipping: the norm's last digit would be in every bit
+    for step in range(2):
+        for index, parameter in enumerate(model.parameters()):
+            if (buffer := parameter.grad_buffer()) is not None:
+                buffer += be.array(statistics(*parameter.shape, seed=10 * index + step)) * optimizer.loss_scale
+        norm, applied = optimizer.step()
+        assert applied
+    found = model.parts() | optimizer.state_dict()
+    return norm, {key: be.to_numpy(value) for key, value in found.items()}
+
+
+def test_weights_are_drawn_and_copied_on_the_device():
+    models = [
+        load_model(Path(__file__).parents[1] / "golden/qwen3_tiny", device=d, dtype="float32") for d in ("cpu", "cuda")
+    ]
+    for model in models:
+        model.init_weights(3)
+    for name, part in models[1].parts().items():
+        np.testing.assert_allclose(models[1].backend.to_numpy(part), models[0].parts()[name], atol=2e-6)
+    copy = models[1].frozen_copy()
+    models[1].init_weights(4), models[0].init_weights(4)
+    expected = {name: np.array(part) for name, part in models[0].parts().items()}
+    models[0].init_weights(3)
+    copy.store.mix_from(models[1].store, 0.25)
+    for name, part in copy.parts().items():
+        mixed = 0.25 * expected[name] + 0.75 * models[0].parts()[name]
+        np.testing.assert_allclose(copy.backend.to_numpy(part), mixed, atol=4e-6)
 
 
 @pytest.mark.slow
 def test_more_than_2_to_31_elements():
     cuda = backend_for("cuda")
-    size = 2**31 + 12345
+    size = 2520 * (2**31 // 2520 + 8)
     x = cuda.zeros((size,), np.float32)
     for where in (0, 2**31 - 1, 2**31, size - 1):
         x[where] = 2.0
-    assert cuda.sum_of_squares([x]) == 16.0
+    assert cuda.sum_in_order(cuda.sums_of_squares([x], 2520)) == 16.0
     master, m, v = (cuda.zeros((size,), np.float32) for _ in range(3))
     cuda.adamw_step(
         master, m, v, x, master, lr=1.0, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0, step=1, grad_scale=1.0

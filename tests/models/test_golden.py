@@ -61,14 +61,8 @@ def test_loss_and_every_gradient(name, checkpointing, dtype):
 
 
 def hf_gradients(model):
-    """The gradients under Hugging Face's names, through the same views as the weights."""
-    held = {p.name: p.data for p in model.parameters()}
-    for parameter in model.parameters():
-        parameter.data = parameter.grad
-    grads = model.hf_tensors()
-    for parameter in model.parameters():
-        parameter.data = held[parameter.name]
-    return grads
+    """The gradients under Hugging Face's names."""
+    return model.store.part_views(lambda bucket: bucket.grad)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -76,7 +70,7 @@ def hf_gradients(model):
 def test_three_adamw_steps(name, kind, max_norm):
     model, truth, rows = load(name)
     optimizer = AdamW(
-        model.parameters(),
+        model.store,
         betas=(0.9, 0.95),
         eps=1e-8,
         weight_decay=0.1,
@@ -93,7 +87,7 @@ def test_three_adamw_steps(name, kind, max_norm):
     if kind == "adamw":
         np.testing.assert_allclose(loss_of(model, rows).item(), truth["adamw/loss_after"], rtol=3e-6)
     differences = np.concatenate(
-        [np.abs(value - truth[f"{kind}/param/{key}"]).ravel() for key, value in model.hf_tensors().items()]
+        [np.abs(value - truth[f"{kind}/param/{key}"]).ravel() for key, value in model.parts().items()]
     )
     # Adam divides by the gradient's size: where that is nearly 0, rounding decides (see README of the golden values)
     assert np.quantile(differences, 0.995) < 1e-6 and differences.max() < 1e-3

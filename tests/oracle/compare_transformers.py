@@ -75,7 +75,7 @@ def run_torch(state, config, dtype, rows):
 
 def run_cukit(state, raw, rows):
     model = Decoder(ModelConfig.from_json(raw), backend_for("cuda"), "bfloat16")
-    for name, view in model.hf_tensors().items():
+    for name, view in model.parts().items():
         view[...] = cupy.from_dlpack(state[name]).astype(view.dtype)
     lists = [list(map(int, row)) for row in rows]
     with no_grad():
@@ -89,7 +89,7 @@ def run_cukit(state, raw, rows):
     result = {"logits": logits, "logprobs": cupy.asnumpy(logprobs.data), "loss": loss.item()}
     for parameter in model.parameters():
         parameter.data = parameter.grad
-    return result, {name: cupy.asnumpy(view) for name, view in model.hf_tensors().items()}
+    return result, {name: cupy.asnumpy(view) for name, view in model.parts().items()}
 
 
 def rms(x):
@@ -112,7 +112,7 @@ def main():
         for name, view in Decoder(
             ModelConfig.from_json(dict(raw, max_position_embeddings=8)), backend_for("cuda"), "bfloat16"
         )
-        .hf_tensors()
+        .parts()
         .items()
     }
     state = random_state(shapes, 0)

@@ -1,4 +1,4 @@
-"""AdamW in place, and the sum of squares for clipping: kernels/optimizer.cu."""
+"""AdamW in place, sums of squares for clipping, and the rounding of weights (see the NumPy shelf): optimizer.cu."""
 
 import math
 
@@ -10,12 +10,12 @@ from .loader import load
 
 STEP_THREADS, SUM_THREADS = 256, 256
 STEP_ELEMENTS = 4 * STEP_THREADS  # of a block
-SUM_BLOCKS = 256  # over each array
+SUM_PIECES = SUM_THREADS // 32  # of a block
 
 
 def adamw_step(master, m, v, grad, param, lr, beta1, beta2, eps, weight_decay, step, grad_scale):
-    """One update of master, m, v and param (= master rounded to its own dtype; may be the same array), all of one size,
-    contiguous.
+    """One update of master, m, v and param (= master rounded as store_weights does; may be the same array), all of one
+    size, contiguous.
 
     g = grad·grad_scale; m = β1·m + (1−β1)·g; v = β2·v + (1−β2)·g²; master −= lr·(weight_decay·master + (m/(1−β1^step))
     / (sqrt(v/(1−β2^step)) + eps)). step counts from 1. All but param float32.
@@ -41,25 +41,42 @@ def adamw_step(master, m, v, grad, param, lr, beta1, beta2, eps, weight_decay, s
     )
 
 
-def sum_of_squares(arrays):
-    """Σ over all elements of all arrays, in float64; NaN and infinity come through. Waits for the device: the result is
-    a float.
+def store_weights(out, values):
+    """out = values (of one shape) rounded to the dtype of out, as the NumPy shelf's header says."""
+    if out.dtype == values.dtype:
+        out[...] = values
+        return
+    if out.shape != values.shape:
+        raise ValueError(f"values of shape {values.shape} do not fit weights of shape {out.shape}")
+    values = values.astype(np.float32, copy=False)
+    load("optimizer", out.dtype).store_weights(-(-out.size // STEP_ELEMENTS), STEP_THREADS, out, values, out.size)
+
+
+def sums_of_squares(arrays, pieces):
+    """Σ x² over each of `pieces` equal pieces of each array: (len(arrays), pieces) float64. An array's size is a
+    multiple of `pieces`; a piece's sum depends on its own elements alone; NaN and infinity come through.
     """
     arrays = [cp.ascontiguousarray(x) for x in arrays]
-    if not arrays:
-        return 0.0
-    partials, total = empty((len(arrays), SUM_BLOCKS), cp.float64), empty((1,), cp.float64)
-    start = 0
+    sums = empty((len(arrays), pieces), cp.float64)
     for dtype in dict.fromkeys(x.dtype for x in arrays):
-        group = [x for x in arrays if x.dtype == dtype]
-        table = cp.asarray(np.array([[x.data.ptr for x in group], [x.size for x in group]], np.int64))
-        load("optimizer", dtype).sum_of_squares(
-            (SUM_BLOCKS, len(group)),
-            SUM_THREADS,
-            partials[start : start + len(group)],
-            table[0].view(cp.uint64),
-            table[1],
+        rows = [row for row, x in enumerate(arrays) if x.dtype == dtype]
+        table = cp.asarray(np.array([[arrays[i].data.ptr for i in rows], [arrays[i].size for i in rows]], np.int64))
+        part = sums if len(rows) == len(arrays) else empty((len(rows), pieces), cp.float64)
+        load("optimizer", dtype).sums_of_squares(
+            (-(-pieces // SUM_PIECES), len(rows)), SUM_THREADS, part, table[0].view(cp.uint64), table[1], pieces
         )
-        start += len(group)
-    load("optimizer", arrays[0].dtype).sum_partials(1, SUM_THREADS, total, partials, partials.size)
+        if part is not sums:
+            sums[cp.asarray(rows)] = part
+    return sums
+
+
+def sum_in_order(sums):
+    """The sum of sums (N, P) float64 as a float: each row first, then the rows, in an order that depends on N and P
+    alone. Waits for the device.
+    """
+    rows, pieces = sums.shape
+    totals, total = empty((1, rows), cp.float64), empty((1,), cp.float64)
+    kernels = load("optimizer", np.float32)
+    kernels.add_rows(rows, SUM_THREADS, totals, sums, pieces)
+    kernels.add_rows(1, SUM_THREADS, total, totals, rows)
     return float(to_numpy(total)[0])

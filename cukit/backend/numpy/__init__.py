@@ -31,7 +31,7 @@ from .linear import (
 )
 from .loss import token_logprobs_backward, token_logprobs_forward
 from .norm import add_rms_norm_backward, add_rms_norm_forward, rms_norm_backward, rms_norm_forward
-from .optimizer import adamw_step, sum_of_squares
+from .optimizer import adamw_step, store_weights, sum_in_order, sums_of_squares
 from .paged_attention import (
     copy_blocks,
     paged_decode_attention,
@@ -40,6 +40,7 @@ from .paged_attention import (
     update_block_tables,
 )
 from .policy_loss import policy_loss_forward
+from .random import fill_normal
 from .rope import qk_norm_rope_backward, qk_norm_rope_forward
 from .sampling import filter_logits, sample
 
@@ -59,6 +60,7 @@ __all__ = [
     "embedding_backward",
     "embedding_forward",
     "empty",
+    "fill_normal",
     "filter_logits",
     "host_buffer",
     "linear_backward_bias",
@@ -80,7 +82,9 @@ __all__ = [
     "silu_mul_backward",
     "silu_mul_forward",
     "store_kv",
-    "sum_of_squares",
+    "store_weights",
+    "sum_in_order",
+    "sums_of_squares",
     "synchronize",
     "to_numpy",
     "token_logprobs_backward",
