@@ -145,10 +145,13 @@ def test_save_round_trip(tmp_path):
 def test_template_file_and_list_form(tiny_copy):
     edit_json(
         tiny_copy / "tokenizer_config.json",
-        chat_template=[{"name": "tool_use", "template": "no"}, {"name": "default", "template": "yes {{ eos_token }}"}],
+        chat_template=[
+            {"name": "tool_use", "template": "no"},
+            {"name": "default", "template": "{{ messages[0].content }} {{ eos_token }}"},
+        ],
     )
     chat = [{"role": "user", "content": "1"}]
-    assert Tokenizer.from_folder(tiny_copy).apply_chat_template(chat, tokenize=False) == "yes <|im_end|>"
+    assert Tokenizer.from_folder(tiny_copy).apply_chat_template(chat, tokenize=False) == "1 <|im_end|>"
     template = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% break %}{% endfor %}"
     (tiny_copy / "chat_template.jinja").write_text(template + "{{ strftime_now('%Y')|length }}{{ {'ü': 1}|tojson }}")
     assert Tokenizer.from_folder(tiny_copy).apply_chat_template(chat, tokenize=False) == '14{"ü": 1}'

@@ -10,7 +10,9 @@ Row forms (other columns are kept, rewards get them):
 """
 
 import json
+import math
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -31,13 +33,17 @@ def load_rows(source: str | os.PathLike | Sequence[dict]) -> list[dict]:
     if not path.is_file():
         raise ValueError(f"data file {str(path)!r} does not exist")
     rows = []
-    try:
-        with path.open(encoding="utf-8-sig") as file:
-            for number, line in enumerate(file, start=1):
-                if line.strip():
-                    rows.append(_parse_line(line, f"{path}, line {number}"))
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}, after line {len(rows)}: not UTF-8 text ({error.reason})") from error
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            where = f"{path}, line {number}"
+            try:
+                text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+            except UnicodeDecodeError as error:
+                raise ValueError(
+                    f"{where}: not UTF-8 text ({error.reason} at byte {error.start} of the line)"
+                ) from error
+            if text.strip():
+                rows.append(_parse_line(text, where))
     if not rows:
         raise ValueError(f"{path}: empty file; expected one JSON object a line")
     return rows
@@ -45,12 +51,46 @@ def load_rows(source: str | os.PathLike | Sequence[dict]) -> list[dict]:
 
 def _parse_line(line: str, where: str) -> dict:
     try:
-        row = json.loads(line)
-    except (json.JSONDecodeError, RecursionError) as error:
+        row = json.loads(line, parse_constant=_refuse_constant, parse_float=_finite, object_pairs_hook=_object)
+        if "\\u" in line:  # only an escape can give half a character
+            json.dumps(row, ensure_ascii=False).encode()
+    except RecursionError as error:
+        raise ValueError(f"{where}: malformed JSON: nested too deep") from error
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{where}: malformed JSON: \\u{ord(error.object[error.start]):04x} is half a character"
+        ) from error
+    except json.JSONDecodeError as error:
         raise ValueError(f"{where}: malformed JSON: {error}") from error
+    except ValueError as error:
+        long_number = re.search(
+            r"[0-9]{1000,}", line
+        )  # Python reads no longer integers than sys.get_int_max_str_digits
+        reason = f"a number of {len(long_number[0])} digits is too long; write it as text" if long_number else error
+        raise ValueError(f"{where}: malformed JSON: {reason}") from error
     if not isinstance(row, dict):
         raise ValueError(f"{where}: expected a JSON object, got {type(row).__name__} {line.strip()[:40]!r}")
     return row
+
+
+def _refuse_constant(name: str):
+    raise ValueError(f"{name} is no JSON; write null, or the number as text")
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if math.isinf(number):
+        raise ValueError(f"the number {text:.60} is too large; write it as text")
+    return number
+
+
+def _object(pairs: list[tuple]) -> dict:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the key {twice!r:.60} stands twice in one object")
+    return found
 
 
 def prompt_of(row: dict) -> str | list[dict]:

@@ -1,219 +1,189 @@
-r"""Rewards that compare a completion's final answer with the "answer" (or else "solution") column.
+r"""The one reader of answers, for golds and for completions: text or LaTeX -> Answer, and whether two are the same.
 
-Each returns 1.0 or 0.0, and None for a row whose own answer is missing or can not be read: scoring such a row would
-reward or punish at random.
+Texts are the same answer if they are the same number, or if they typeset to the same formula once spacing, braces and
+notation are unified. Formulas are not rearranged: `x+1` is not `1+x`. What can not be read is the same as nothing.
 """
 
 import re
+from dataclasses import dataclass
 from fractions import Fraction
 
-# A sign counts only where no operand stands before it: the last number of `10-3` is 3.
-NUMBER = re.compile(
-    r"(?P<sign>(?<![\w)])[-+])?\$?(?P<digits>[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+|(?=\.[0-9]))(?P<rest>\.[0-9]+)?"
-)
-# What makes a number part of an expression; `**` around a number is only emphasis.
-OPERATOR = re.compile(r"[+/=^]|\*(?!\*)|\*\*[0-9]|[-,.][0-9]")
-# Python converts digits to integers in quadratic time; no answer is this long.
-MAX_NUMBER_LENGTH = 300
+from .formula import DIGITS, Formula, UnreadableError, Word, read_formula
+from .units import LETTER_UNITS, NO_UNITS
+
+# No answer is longer. Python converts digits to integers in quadratic time, so numbers have a limit of their own.
 MAX_ANSWER_LENGTH = 2000
-MARKER = "####"
-NO_ANSWER = {"", "n/a", "none", "null", "nan", "unknown"}
+MAX_NUMBER_LENGTH = 300
 
 
-# ---- the rewards ----
+@dataclass(frozen=True)
+class Answer:
+    """name: the x of `x = 5`, or None. body: the formula. unit: words such as `cm` or `dollars per day` behind it."""
+
+    name: str | None
+    body: Formula
+    unit: Formula
+
+    @property
+    def value(self) -> Fraction | None:
+        """The number that the body is, whatever its unit; None if it is no number (an expression is none)."""
+        return _value(self.body)
+
+    @property
+    def is_division(self) -> bool:
+        """A whole number written as a fraction, as 6/2 is."""
+        return self.value is not None and self.value.denominator == 1 and any(item[0] == "frac" for item in self.body)
 
 
-def exact(completions, answer=None, solution=None, **kwargs) -> list[float | None]:
-    """1.0 if the completion, without white space around it, is the answer."""
-    golds = _golds(len(completions), answer, solution, "exact")
-    return [
-        None
-        if gold is None or not str(gold).strip()
-        else float(completion_text(completion).strip() == str(gold).strip())
-        for completion, gold in zip(completions, golds, strict=True)
-    ]
+def read(text: str, grouped: bool = True, words: bool = False) -> Answer | None:
+    """The answer that `text` as a whole is (see `read_formula`); None if it is empty, too long or can not be read."""
+    if len(text) > MAX_ANSWER_LENGTH:
+        return None
+    try:
+        items = read_formula(text, grouped, words)
+    except UnreadableError:
+        return None
+    name = None
+    if len(items) > 2 and _is_letter(items[:1]) and items[1] == "=":
+        name, items = str(items[0]), items[2:]
+    body, unit = _split_unit(_without_end_marks(items))
+    body = _flat(_without_end_marks(body))
+    if len(body) == 1 and body[0][0] == "(" and body[0][-1] == ")" and _is_letter(body[0][1]):
+        body = body[0][1]  # (D) is choice D
+    return Answer(name, body, _flat(unit)) if body else None
 
 
-def gsm8k(completions, answer=None, solution=None, **kwargs) -> list[float | None]:
-    """1.0 if the number after the completion's last `####` (without one: its last number) is the answer's.
+def same_answer(given: str, wanted: str) -> bool:
+    r"""Whether two texts are the same answer.
 
-    The gold number stands after `####` too, or is the whole column. `1,234`, `$42` and `42.0` are read as numbers;
-    what follows the number does not count, unless it makes it an expression (`####7+7`).
+    `1,234` = `1234`, `\$42` = `42.0`, `\dfrac12` = `1/2` = `0.5`, `\text{D}` = `(D)`, `90^\circ` = `90`, `78\%` = `78`.
+    A name or a unit that only one of them has does not count: `x=5` = `5`, `14\text{ cm}` = `14`.
     """
-    golds = _golds(len(completions), answer, solution, "gsm8k")
-    return [
-        _score(
-            _gold_number(gold), lambda text: _marked_number(text) if MARKER in text else _last_number(text), completion
-        )
-        for completion, gold in zip(completions, golds, strict=True)
-    ]
-
-
-def gsm8k_strict(completions, answer=None, solution=None, **kwargs) -> list[float | None]:
-    """1.0 only if the completion ends in `####` and the answer with nothing after it: form and stopping count too."""
-    golds = _golds(len(completions), answer, solution, "gsm8k_strict")
-
-    def last_part(text: str) -> Fraction | None:
-        return parse_number(text.rpartition(MARKER)[2]) if MARKER in text else None
-
-    return [_score(_gold_number(gold), last_part, text) for text, gold in zip(completions, golds, strict=True)]
-
-
-def boxed(completions, answer=None, solution=None, **kwargs) -> list[float | None]:
-    r"""1.0 if the completion's last `\boxed{...}` is the answer, up to how it is written (see `same_answer`).
-
-    A gold text that holds a `\boxed{...}` itself (MATH's solutions) stands for what is in it.
-    """
-    scores: list[float | None] = []
-    golds = _golds(len(completions), answer, solution, "boxed")
-    for completion, gold in zip(completions, golds, strict=True):
-        gold_text = "" if gold is None else str(gold)
-        wanted = last_boxed(gold_text)
-        wanted = gold_text if wanted is None else wanted
-        if wanted.strip().lower() in NO_ANSWER:
-            scores.append(None)
-            continue
-        given = last_boxed(completion_text(completion))
-        scores.append(float(given is not None and same_answer(given, wanted)))
-    return scores
-
-
-# ---- what they are made of ----
-
-
-def completion_text(completion) -> str:
-    """The text of a completion: itself, or what the last assistant message of a message list says."""
-    if isinstance(completion, str):
-        return completion
-    spoken = [message.get("content") for message in completion if message.get("role") == "assistant"]
-    return spoken[-1] if spoken and isinstance(spoken[-1], str) else ""
+    return any(_same(read(given, grouped), read(wanted, grouped)) for grouped in (True, False))
 
 
 def parse_number(text: str) -> Fraction | None:
-    r"""The number that `text` as a whole is: 42, -1,234.50, $42, .5, 3/4, 78%; None for anything else.
+    r"""The number that `text` as a whole is: 42, -1,234.50, $42, .5, 3/4, \frac34, 78%, 2e-05; None for anything else.
 
     A percent sign is dropped (78% is 78), as is a period at the end.
     """
-    text = text.strip().replace("−", "-").rstrip(".").removesuffix("%").removesuffix("\\").strip()
-    if len(text) > MAX_NUMBER_LENGTH:
-        return None
-    fraction = re.fullmatch(r"([-+]?[0-9]+)/([0-9]+)", text)
-    if fraction:
-        return Fraction(int(fraction[1]), int(fraction[2])) if int(fraction[2]) else None
-    if re.match(r"\$[-+]", text):  # $-42 as well as -$42
-        text = text[1] + "$" + text[2:]
-    match = NUMBER.fullmatch(text)
-    return _value(match) if match else None
+    answer = read(text, words=True)
+    return answer.value if answer is not None and answer.name is None and not answer.unit else None
+
+
+# A box without braces holds one character: in `\boxed 72` the 7 alone, which nothing that wrote it meant.
+BOX = re.compile(
+    r"\\(?:boxed|fbox)(?![a-zA-Z])\s*(?:(?P<brace>\{)|(?P<one>[0-9a-zA-Z])"
+    r"(?=[.,;]?(?:\s|\$|\\[)\]]|$))|(?P<unclear>[^\s{]))|\\.|[{}]",
+    re.DOTALL,
+)
 
 
 def last_boxed(text: str) -> str | None:
-    r"""What stands in the last `\boxed{...}` (or `\fbox{...}`) whose braces close; None if there is none."""
+    r"""What stands in the last box: `\boxed{...}` or `\fbox{...}` whose braces close, or `\boxed 7`.
+
+    None if there is none, or if the last one has no braces and holds more than one character.
+    """
+    if "\\boxed" not in text and "\\fbox" not in text:
+        return None
     last: tuple[int, int] | None = None
     open_braces: list[tuple[int, bool]] = []
     # An escaped brace is a character like any other; one pass, as a completion may hold thousands of open boxes.
-    for match in re.finditer(r"\\(?:boxed|fbox)\s*\{|\\.|[{}]", text):
-        if match[0].endswith("{") and match[0] != "\\{":
-            open_braces.append((match.end(), len(match[0]) > 1))
+    for match in BOX.finditer(text):
+        if match["one"] or match["unclear"]:
+            last = match.span("one") if match["one"] else (match.end(), -1)
+        elif match["brace"] or match[0] == "{":
+            open_braces.append((match.end(), bool(match["brace"])))
         elif match[0] == "}" and open_braces:
             start, is_box = open_braces.pop()
             if is_box and (last is None or start > last[0]):
                 last = (start, match.start())
-    return None if last is None else text[slice(*last)]
+    return None if last is None or last[1] < 0 else text[slice(*last)]
 
 
-def same_answer(given: str, wanted: str) -> bool:
-    r"""Whether two LaTeX answers are the same: equal numbers, or equal text once spacing and notation are unified.
+# ---- what is read ----
 
-    `1,234` = `1234`, `\$42` = `42.0`, `\dfrac12` = `1/2` = `0.5`, `\text{D}` = `(D)`, `x=5` = `5`, `90^\circ` = `90`.
-    Expressions are not rearranged: `x+1` is not `1+x`.
+
+def _without_end_marks(items: Formula) -> Formula:
+    while items and items[-1] in (".", "%"):
+        items = items[:-1]
+    return items
+
+
+def _split_unit(items: Formula) -> tuple[Formula, Formula]:
+    """(what is measured, its unit): the words at the end, with powers and slashes between them (`cm^2`, `km/h`).
+
+    Only behind a number, and not if a word says more than a unit does (`or`, `thousand`, `squared`).
     """
-    if max(len(given), len(wanted)) > MAX_ANSWER_LENGTH:
-        return given.strip() == wanted.strip()
-    first, second = normalise_latex(given), normalise_latex(wanted)
-    if first == second:
+    end = len(items)
+    while end and (
+        isinstance(items[end - 1], Word) or items[end - 1] in ("/", ".", "-", "'", "’") or items[end - 1][0] == "^"
+    ):
+        end -= 1
+    while end < len(items) and not isinstance(items[end], Word):
+        end += 1
+    unit = items[end:]
+    if any(isinstance(word, Word) and not _measures(word, word is unit[-1]) for word in unit):
+        return items, ()
+    return (items[:end], unit) if any(map(_is_numeric, items[:end])) else (items, ())
+
+
+def _measures(word: Word, is_last: bool) -> bool:
+    if len(word) == 1:
+        return word in LETTER_UNITS or (word == "a" and not is_last)  # dollars a day
+    return word.lower() not in NO_UNITS
+
+
+def _is_letter(formula: Formula) -> bool:
+    return len(formula) == 1 and isinstance(formula[0], str) and len(formula[0]) == 1 and formula[0].isalpha()
+
+
+def _is_numeric(item) -> bool:
+    return item[0] in ("frac", "sqrt", "(", "[") if isinstance(item, tuple) else item[0] in DIGITS
+
+
+def _flat(formula: Formula) -> Formula:
+    """Words as their letters."""
+    found: list = []
+    for item in formula:
+        if isinstance(item, tuple):
+            found.append(tuple(_flat(part) if isinstance(part, tuple) else part for part in item))
+        else:
+            found += item if isinstance(item, Word) else [item]
+    return tuple(found)
+
+
+# ---- comparison ----
+
+
+def _same(given: Answer | None, wanted: Answer | None) -> bool:
+    if given is None or wanted is None:
+        return False
+    if given.name and wanted.name and given.name != wanted.name:
+        return False
+    if given.body + given.unit == wanted.body + wanted.unit:
         return True
-    named = [re.fullmatch(r"[a-zA-Z]=(.+)", text) for text in (first, second)]
-    if bool(named[0]) != bool(named[1]):
-        first, second = (match[1] if match else text for match, text in zip(named, (first, second), strict=True))
-    numbers = parse_number(first), parse_number(second)
-    if None in numbers:
-        return first == second
-    return numbers[0] == numbers[1]
+    if given.unit and wanted.unit and given.unit != wanted.unit:
+        return False
+    return given.body == wanted.body or (given.value is not None and given.value == wanted.value)
 
 
-def normalise_latex(text: str) -> str:
-    """One way of writing for the notations that answers commonly vary in."""
-    text = text.strip().replace("−", "-").replace("\\$", "").replace("$", "").replace("{,}", ",")
-    text = re.sub(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox)\s*\{([^{}]*)\}", r"\1", text)
-    text = re.sub(r"\\(?:left|right|displaystyle)(?![a-zA-Z])", "", text)
-    text = re.sub(r"(?<=[0-9])\\[!,](?=[0-9]{3}(?![0-9]))", "", text)
-    text = re.sub(r"(?<!\\)\\[!,;: ]|~|\\q?quad(?![a-zA-Z])", " ", text)
-    text = re.sub(r"\^\s*(?:\\circ|\{\s*\\circ\s*\})|\\degree(?![a-zA-Z])|°", "", text)
-    text = text.replace("\\%", "%").removesuffix("%")
-    text = re.sub(r"\\[dtc]frac(?![a-zA-Z])", r"\\frac", text)
-    text = re.sub(r"\\frac\s*([0-9a-zA-Z])\s*([0-9a-zA-Z])", r"\\frac{\1}{\2}", text)
-    text = re.sub(r"\\frac\s*([0-9a-zA-Z])\s*\{", r"\\frac{\1}{", text)
-    text = re.sub(r"\\frac\s*(\{[^{}]*\})\s*([0-9a-zA-Z])", r"\\frac\1{\2}", text)
-    fractions = 1
-    while fractions:  # from the inside out
-        text, fractions = re.subn(r"\\frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}", _slash, text)
-    text = re.sub(r"\\sqrt\s*([0-9a-zA-Z])", r"\\sqrt{\1}", text)
-    text = re.sub(r"([_^])\s*\{([0-9a-zA-Z])\}", r"\1\2", text)
-    text = _without_spaces(text).rstrip(".")
-    choice = re.fullmatch(r"\(([A-Za-z])\)", text)
-    return choice[1] if choice else text
+def _value(body: Formula) -> Fraction | None:
+    if body[:1] in (("-",), ("+",)):
+        value = _unsigned_value(body[1:])
+        return -value if value is not None and body[0] == "-" else value
+    return _unsigned_value(body)
 
 
-def _without_spaces(text: str) -> str:
-    """Spaces go, but not between two digits or two letters, where they separate."""
-    text = re.sub(r"(?<=[0-9])\s+(?=[0-9])|(?<=[a-zA-Z])\s+(?=[a-zA-Z])", "\0", text)
-    return re.sub(r"\s+", "", text).replace("\0", " ")
-
-
-def _slash(match: re.Match) -> str:
-    r"""a/b, bracketed so that 2\frac12 does not become 21/2, nor \frac{1}{2x} the same as \frac12x."""
-    above, below = (_without_spaces(part) for part in match.groups())
-    above = above if re.fullmatch(r"-?[\\0-9a-zA-Z]+", above) else f"({above})"
-    below = below if re.fullmatch(r"[0-9]+|[a-zA-Z]|\\[a-zA-Z]+", below) else f"({below})"
-    follows_factor = re.search(r"[0-9a-zA-Z})]\s*$", match.string[: match.start()])
-    return f"({above}/{below})" if follows_factor else f"{above}/{below}"
-
-
-def _score(wanted: Fraction | None, read, completion) -> float | None:
-    if wanted is None:
-        return None
-    return float(read(completion_text(completion)) == wanted)
-
-
-def _golds(count: int, answer, solution, name: str) -> list:
-    """The rows' own answers: the answer column, or where that has none the solution column."""
-    if answer is None and solution is None:
-        raise ValueError(f"the {name!r} reward needs an 'answer' or a 'solution' column in the data")
-    answers, solutions = (column if column is not None else [None] * count for column in (answer, solution))
-    return [second if first is None else first for first, second in zip(answers, solutions, strict=True)]
-
-
-def _gold_number(gold) -> Fraction | None:
-    text = "" if gold is None else str(gold)
-    return _marked_number(text) if MARKER in text else parse_number(text)
-
-
-def _marked_number(text: str) -> Fraction | None:
-    """The first number on the line after the last marker, unless an operator makes it part of an expression."""
-    line = text.rpartition(MARKER)[2].replace("−", "-").replace("$-", "-$").strip().partition("\n")[0]
-    match = NUMBER.search(line[: 2 * MAX_NUMBER_LENGTH])
-    if match is None or OPERATOR.match(line, match.end()):
-        return None
-    return _value(match)
-
-
-def _last_number(text: str) -> Fraction | None:
-    matches = list(NUMBER.finditer(text.replace("−", "-").replace("$-", "-$")))
-    return _value(matches[-1]) if matches else None
-
-
-def _value(match: re.Match) -> Fraction | None:
-    if len(match[0]) > MAX_NUMBER_LENGTH:
-        return None
-    digits = match["digits"].replace(",", "") or "0"
-    return Fraction((match["sign"] or "") + digits + (match["rest"] or ""))
+def _unsigned_value(body: Formula) -> Fraction | None:
+    r"""A number, a fraction of two numbers, or 3 \times 10^{16}."""
+    if len(body) == 1 and body[0][0] == "frac":
+        over, under = _value(body[0][1]), _value(body[0][2])
+        return over / under if over is not None and under else None
+    if len(body) == 1 and body[0][0] in DIGITS and len(body[0]) <= MAX_NUMBER_LENGTH:
+        return Fraction(body[0])
+    if len(body) == 4 and body[1:3] == ("\\cdot", "10") and body[3][0] == "^":
+        factor, power = _unsigned_value(body[:1]), _value(body[3][1])
+        if factor is not None and power is not None and power.denominator == 1 and abs(power) <= MAX_NUMBER_LENGTH:
+            return factor * Fraction(10) ** int(power)
+    return None

@@ -67,7 +67,7 @@ def test_load_rows(tmp_path):
         (b'{"prompt": "1"}\n{"prompt": }\n', "line 2: malformed JSON"),
         (b'{"prompt": "1"}\n\n[1, 2]\n', "line 3: expected a JSON object, got list '\\[1, 2\\]'"),
         (b'{"prompt": "1"}\n"text"\n', "line 2: expected a JSON object, got str"),
-        (b'{"prompt": "\xff"}\n', "not UTF-8"),
+        (b'{"prompt": "\xff"}\n', "line 1: not UTF-8"),
     ],
 )
 def test_load_rows_errors(tmp_path, content, message):

@@ -1,19 +1,14 @@
-"""Text <-> ids for a Hugging Face model folder: `tokenizers` for ids, jinja2's sandbox for the chat template.
-
-The folder is untrusted: only files with fixed names are read, and a template can reach neither files nor attributes.
-"""
+"""The tokenizer of a model folder: its files, its special ids, encoding and decoding."""
 
 import json
 import os
+import re
 from collections.abc import Iterable, Sequence
-from datetime import datetime
 from pathlib import Path
 
-import jinja2
-import jinja2.ext
-import jinja2.nodes
 import tokenizers
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from .chat import ChatTemplates
 
 # What a tokenizer consists of in a model folder; `save` copies those that the source folder had.
 TOKENIZER_FILES = (
@@ -23,10 +18,9 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "generation_config.json",
 )
+BYTE_TOKEN = re.compile("<0x[0-9a-fA-F]{2}>")
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-# A UTF-8 character has at most 4 bytes, so at most 3 replacement characters at the end of a text may still become one.
-REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-MAX_PENDING = 3
+TEMPLATE_FOLDER = "additional_chat_templates"  # where transformers saves all templates but the default one
 
 
 class Tokenizer:
@@ -37,6 +31,7 @@ class Tokenizer:
                     tokenizer's own eos
     eos_token_id    the one to append to a text: the tokenizer's own, else the first configured one; may be None
     pad_token_id    may be None; bos_token_id likewise
+    byte_ids        id -> byte of the tokens <0x00> … <0xFF> of a tokenizer with byte fallback, else {}
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, files: dict[str, bytes], name: str, model_config: dict):
@@ -50,11 +45,14 @@ class Tokenizer:
         # Truncation or padding stored in tokenizer.json would silently change what a text means.
         backend.no_truncation()
         backend.no_padding()
-        self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        vocabulary = backend.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocabulary.values(), default=-1) + 1
+        self._special_ids = frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
+        self.byte_ids = _byte_tokens(backend, vocabulary)
         self.special_tokens = {key: _content(config[key]) for key in NAMED_TOKENS if config.get(key) is not None}
         self._set_special_ids(generation, model_config)
-        self._template = self._find_template(config)
-        self._compiled_template: jinja2.Template | None = None
+        templates = self._find_templates(config)
+        self._chat = ChatTemplates(templates, self.special_tokens) if templates else None
 
     @classmethod
     def from_folder(cls, path: str | os.PathLike) -> "Tokenizer":
@@ -67,7 +65,11 @@ class Tokenizer:
                 f"{folder}: no tokenizer.json; convert the tokenizer with transformers' save_pretrained "
                 "(sentencepiece-only and vocab.json-only folders are not supported)"
             )
-        files = {name: (folder / name).read_bytes() for name in TOKENIZER_FILES if (folder / name).is_file()}
+        names = [
+            *TOKENIZER_FILES,
+            *(f"{TEMPLATE_FOLDER}/{path.name}" for path in folder.glob(f"{TEMPLATE_FOLDER}/*.jinja")),
+        ]
+        files = {name: (folder / name).read_bytes() for name in names if (folder / name).is_file()}
         try:
             backend = tokenizers.Tokenizer.from_buffer(files["tokenizer.json"])
         except Exception as error:  # the library raises bare Exception
@@ -84,31 +86,58 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
         """Ids of `text`. Markers such as <|im_end|> in the text become their ids, as in transformers.
 
-        `add_special_tokens` adds what tokenizer.json's post-processor adds (Llama: the beginning-of-text id).
+        `add_special_tokens` adds what tokenizer.json's post-processor adds (Llama: the beginning-of-text id), unless
+        the text has it already, as a rendered chat does.
         """
         if not isinstance(text, str):
             raise ValueError(f"only text can be encoded, not {type(text).__name__} {text!r:.60}")
         try:
-            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+            ids = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         except Exception as error:  # lone surrogates, or a WordLevel model without its unknown token
             raise ValueError(f"text {text!r:.60} can not be encoded: {_one_line(error)}") from error
+        return self._without_doubles(text, ids) if add_special_tokens else ids
+
+    def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = False) -> list[list[int]]:
+        """`encode` of every text, on all cores."""
+        try:
+            found = self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+        except Exception:  # `encode` says which text it is and what is wrong
+            return [self.encode(text, add_special_tokens) for text in texts]
+        if not add_special_tokens:
+            return [encoding.ids for encoding in found]
+        return [self._without_doubles(text, encoding.ids) for text, encoding in zip(texts, found, strict=True)]
+
+    def _without_doubles(self, text: str, ids: list[int]) -> list[int]:
+        """The ids without a special token that the post-processor has put before (or behind) the same one."""
+        pairs = (ids[:2], ids[-2:])
+        if not any(len(pair) == 2 and pair[0] == pair[1] and pair[0] in self._special_ids for pair in pairs):
+            return ids
+        own = self._backend.encode(text, add_special_tokens=False).ids
+        start = next((k for k in range(len(ids) - len(own) + 1) if ids[k : k + len(own)] == own), 0)
+        before, behind = ids[:start], ids[start + len(own) :]
+        has_before, has_behind = own[: len(before)] == before, own[len(own) - len(behind) :] == behind
+        return ([] if has_before else before) + own + ([] if has_behind else behind)
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """Text of `ids`; ids the tokenizer does not have give no text, halves of characters give U+FFFD."""
         known = [int(token) for token in ids if 0 <= token < self.vocab_size]
         return self._backend.decode(known, skip_special_tokens=skip_special_tokens)
 
+    def shows(self, token_id: int, skip_special_tokens: bool = True) -> bool:
+        """Whether `decode` looks at an id: not at special tokens that it skips, nor at ids without a token."""
+        return not (skip_special_tokens and token_id in self._special_ids) and self.id_to_token(token_id) is not None
+
     def token_to_id(self, token: str) -> int | None:
         return self._backend.token_to_id(token)
 
     def id_to_token(self, token_id: int) -> str | None:
-        return self._backend.id_to_token(token_id)
+        return self._backend.id_to_token(token_id) if 0 <= token_id < self.vocab_size else None
 
     # ---- chats ----
 
     @property
     def has_chat_template(self) -> bool:
-        return self._template is not None
+        return self._chat is not None
 
     def apply_chat_template(
         self,
@@ -120,31 +149,18 @@ class Tokenizer:
     ) -> list[int] | str:
         """Render `messages` ({"role", "content", ...} each); ids, or the text with `tokenize=False`.
 
-        `tools` are JSON schemas; further arguments (`enable_thinking`, ...) go to the template. ValueError if the
-        folder has no template or the template raises.
+        `content` is text or a list of {"type": "text", "text": ...}; it may be missing where other keys say something
+        (tool_calls). `tools` are JSON schemas; further arguments (`enable_thinking`, ...) go to the template.
+        ValueError if the folder has no template, or the template raises or leaves out what a message says.
         """
-        if self._template is None:
+        if self._chat is None:
             raise ValueError(
                 f"{self.name}: the tokenizer has no chat template; give prompts as text, or add chat_template.jinja"
             )
-        for index, message in enumerate(messages):
-            if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-                raise ValueError(f"message {index} must be an object with a 'role', got {message!r:.80}")
-        if tools is not None and not all(isinstance(tool, dict) for tool in tools):
-            raise ValueError("tools must be JSON schemas (objects); describe a Python function by its schema")
-        arguments = {**self.special_tokens, **template_arguments}
         try:
-            if self._compiled_template is None:
-                self._compiled_template = _template_environment().from_string(self._template)
-            text = self._compiled_template.render(
-                messages=list(messages),
-                tools=tools,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                **arguments,
-            )
-        except Exception as error:  # a template is a program: any exception may come out of it
-            raise ValueError(f"{self.name}: the chat template failed: {_one_line(error)}") from error
+            text = self._chat.render(messages, add_generation_prompt, tools, template_arguments)
+        except ValueError as error:
+            raise ValueError(f"{self.name}: {error}") from error.__cause__
         return self.encode(text) if tokenize else text
 
     # ---- folders ----
@@ -154,9 +170,11 @@ class Tokenizer:
         target = Path(folder)
         target.mkdir(parents=True, exist_ok=True)
         for name, content in self._files.items():
-            temporary = target / f".{name}.{os.getpid()}.tmp"
+            path = target / name
+            path.parent.mkdir(exist_ok=True)
+            temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
             temporary.write_bytes(content)
-            os.replace(temporary, target / name)
+            os.replace(temporary, path)
 
     # ---- set-up ----
 
@@ -175,92 +193,34 @@ class Tokenizer:
         self.pad_token_id = _first(own.get("pad_token"), *configured["pad_token_id"], self.eos_token_id)
         self.bos_token_id = _first(own.get("bos_token"), *configured["bos_token_id"])
 
-    def _find_template(self, config: dict) -> str | None:
-        """chat_template.jinja wins over tokenizer_config.json, whose list form has a template named default."""
+    def _find_templates(self, config: dict) -> dict[str, str]:
+        """Chat templates by name. Files win over tokenizer_config.json, where one template or a list may stand."""
+        files = {
+            Path(name).stem: _text(content, f"{self.name}/{name}")
+            for name, content in self._files.items()
+            if name.startswith(TEMPLATE_FOLDER)
+        }
         if "chat_template.jinja" in self._files:
-            return _text(self._files["chat_template.jinja"], f"{self.name}/chat_template.jinja")
-        template = config.get("chat_template")
-        if isinstance(template, list):
-            named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
-            template = named.get("default")
-        if template is not None and not isinstance(template, str):
-            raise ValueError(f"{self.name}: chat_template must be text, got {type(template).__name__}")
-        return template
+            content = self._files["chat_template.jinja"]
+            return files | {"default": _text(content, f"{self.name}/chat_template.jinja")}
+        found = config.get("chat_template")
+        entries = (
+            found if isinstance(found, list) else [] if found is None else [{"name": "default", "template": found}]
+        )
+        if not all(isinstance(entry, dict) and isinstance(entry.get("template"), str) for entry in entries):
+            raise ValueError(
+                f"{self.name}: chat_template must be text or a list of {{name, template}}, got {found!r:.60}"
+            )
+        return {str(entry.get("name")): entry["template"] for entry in entries} | files
 
 
-class IncrementalDecoder:
-    """Text of a growing sequence of ids, given out only in whole characters.
-
-    The pieces of `push` and the last one of `flush` join to `tokenizer.decode(ids)`. With `prompt_ids`, a character
-    that the prompt began is completed instead of shown as U+FFFD.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = (), skip_special_tokens: bool = True):
-        self._tokenizer = tokenizer
-        self._skip_special_tokens = skip_special_tokens
-        # Only a short window is decoded again: the ids of the last piece given out (decoders may treat the first id
-        # of a text specially) and those after it.
-        self._window = [int(token) for token in prompt_ids[-8:]]
-        self._printed = len(self._whole(self._decode()))
-        self._piece_start = len(self._window)
-
-    def push(self, token_id: int) -> str:
-        """Add one id; the text that became certain, often "" ."""
-        self._window.append(int(token_id))
-        text = self._decode()
-        whole = self._whole(text)
-        piece = whole[self._printed :]
-        self._printed = max(self._printed, len(whole))
-        if piece and whole == text:
-            del self._window[: self._piece_start]
-            self._piece_start = len(self._window)
-            self._printed = len(self._decode())
-        return piece
-
-    def flush(self) -> str:
-        """The rest, with U+FFFD for a character that never became whole; the decoder then starts anew."""
-        rest = self._decode()[self._printed :]
-        self._window, self._printed, self._piece_start = [], 0, 0
-        return rest
-
-    def _decode(self) -> str:
-        return self._tokenizer.decode(self._window, self._skip_special_tokens)
-
-    @staticmethod
-    def _whole(text: str) -> str:
-        end = len(text)
-        while end > 0 and len(text) - end < MAX_PENDING and text[end - 1] == REPLACEMENT:
-            end -= 1
-        return text[:end]
-
-
-class _GenerationTag(jinja2.ext.Extension):
-    """`{% generation %}…{% endgeneration %}` marks what the assistant wrote in training templates; rendered as is."""
-
-    tags = {"generation"}
-
-    def parse(self, parser):
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return jinja2.nodes.Scope(body, lineno=line)
-
-
-def _template_environment() -> ImmutableSandboxedEnvironment:
-    """The environment transformers renders chat templates in: no loader, no attributes that begin with _."""
-
-    def raise_exception(message):
-        raise jinja2.TemplateError(message)
-
-    def tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
-    )
-    environment.filters["tojson"] = tojson
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = lambda text_format: datetime.now().strftime(text_format)
-    return environment
+def _byte_tokens(backend: tokenizers.Tokenizer, vocabulary: dict[str, int]) -> dict[int, int]:
+    """id -> byte of the tokens that the decoder takes as bytes."""
+    found = {}
+    for token, token_id in vocabulary.items():
+        if len(token) == 6 and BYTE_TOKEN.fullmatch(token) and backend.decode([token_id], False) != token:
+            found[token_id] = int(token[3:5], 16)
+    return found
 
 
 def _add_missing_tokens(backend: tokenizers.Tokenizer, decoder: dict, name: str) -> None:

@@ -1,0 +1,49 @@
+"""Rewards that look at the text as it stands: whether it is the answer, and whether a thinking turn has its form."""
+
+import re
+from fractions import Fraction
+
+from .columns import NumberText, completion_text, gold_texts, score
+
+PLAIN_NUMBER = re.compile(r"[-+]?[0-9]{1,400}(\.[0-9]{1,400})?")
+# What a chat template may have begun the turn with: an open thought, or an empty one where thinking is off.
+PREFILLED = re.compile(r"<think>\s*(</think>\s*)?\Z")
+
+
+def exact(completions, answer=None, solution=None, **kwargs) -> list[float | None]:
+    """1.0 if the completion, without white space around it, is the answer; None where the row has none.
+
+    An answer that the data gives as a number is compared as a number: for 14.0 the completion `14` is right.
+    """
+    golds = gold_texts(len(completions), answer, solution, "exact")
+    return [score(completion, texts, _is_exact) for completion, texts in zip(completions, golds, strict=True)]
+
+
+def format(completions, prompt_text=None, **kwargs) -> list[float]:
+    """1.0 if the turn is one thought in <think>…</think> and then the answer, as TRL's `think_format_reward` has it.
+
+    The turn begins with <think>, which stands nowhere else in it. A thought that the chat template began (the end of
+    `prompt_text`) counts. Where <answer> tags are used, one pair holds all that follows the thought.
+    """
+    prompts = prompt_text if prompt_text is not None else [""] * len(completions)
+    return [float(_is_thinking_turn(p, completion_text(c))) for p, c in zip(prompts, completions, strict=True)]
+
+
+def _is_exact(text: str, gold: str) -> bool:
+    text = text.strip()
+    if isinstance(gold, NumberText) and PLAIN_NUMBER.fullmatch(text):
+        return Fraction(text) == Fraction(gold)
+    return text == gold.strip()
+
+
+def _is_thinking_turn(prompt: str, completion: str) -> bool:
+    prefilled = PREFILLED.search(prompt[-100:])
+    turn = (prefilled[0] if prefilled else "") + completion
+    thought, closed, answer = turn.partition("</think>")
+    if not (thought.startswith("<think>") and closed and turn.count("<think>") == 1):
+        return False
+    if "<answer>" not in turn and "</answer>" not in turn:
+        return True
+    answer = answer.strip()
+    tags = (turn.count("<answer>"), turn.count("</answer>"))
+    return tags == (1, 1) and answer.startswith("<answer>") and answer.endswith("</answer>")

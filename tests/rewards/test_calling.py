@@ -1,0 +1,147 @@
+"""What a reward is given, how its faults are reported, and the reward that reads what the template began."""
+
+import functools
+
+import pytest
+
+from cukit.rewards import BUILTIN_REWARDS, call_reward, format, load_reward
+
+THINK = "<|im_start|>assistant\n<think>\n"
+
+
+def call(function, completions, columns=None, **more):
+    count = len(completions)
+    return call_reward(function, "mine", ["p"] * count, completions, [[1]] * count, columns or {}, **more)
+
+
+def message(text):
+    return [{"role": "assistant", "content": text}]
+
+
+@pytest.mark.parametrize(
+    ("completion", "prompt", "score"),
+    [
+        ("<think>a</think>b", "", 1.0),
+        ("<think>\na\nb\n</think>\n\nc", "", 1.0),
+        ("<think></think>b", "", 1.0),  # as TRL has it
+        ("<think>a</think>", "", 1.0),
+        ("a</think>b", "", 0.0),
+        ("<think>a", "", 0.0),
+        ("x<think>a</think>b", "", 0.0),
+        ("<think><think>a</think>b", "", 0.0),
+        ("<think>a</think>b<think>c</think>", "", 0.0),
+        ("", "", 0.0),
+        ("a</think>b", THINK, 1.0),
+        ("a</think>b", "user: <think>\n", 1.0),
+        ("a", THINK, 0.0),
+        ("<think>a</think>b", THINK, 0.0),
+        ("b", "<|im_start|>assistant\n<think>\n\n</think>\n\n", 1.0),
+        ("a</think>b", "say <think> now\n", 0.0),
+        ("<think>a</think>\n<answer>b</answer>\n", "", 1.0),
+        ("a</think>\n<answer>b</answer>", THINK, 1.0),
+        ("<think>a</think>\n<answer>b", "", 0.0),
+        ("<think>a</think>\n<answer>b</answer> c", "", 0.0),
+        ("<think>a</think>\nb <answer>c</answer>", "", 0.0),
+        ("<think>a <answer>b</answer></think>", "", 0.0),
+        ("<think>a</think><answer>b</answer><answer>c</answer>", "", 0.0),
+    ],
+)
+def test_t9_format(completion, prompt, score):
+    for form in (completion, message(completion)):
+        assert call(format, [form], prompt_text=[prompt]) == [score]
+        assert call(load_reward("format"), [form]) == [
+            score if not prompt else call(format, [form], prompt_text=[""])[0]
+        ]
+
+
+def test_t9_prompt_keywords():
+    seen = {}
+
+    def takes_all(completions, **kwargs):
+        seen.update(kwargs)
+        return [0.0]
+
+    def takes_text(completions, prompts, completion_ids, prompt_text):
+        seen["text"] = prompt_text
+        return [0.0]
+
+    def takes_neither(completions, prompts, completion_ids):
+        return [0.0]
+
+    call(takes_all, ["c"], prompt_ids=[[5, 6]], prompt_text=[THINK])
+    assert seen["prompt_ids"] == [[5, 6]] and seen["prompt_text"] == [THINK]
+    call(takes_text, ["c"], prompt_ids=[[5, 6]], prompt_text=["x"])
+    assert seen["text"] == ["x"]
+    assert call(takes_neither, ["c"], prompt_ids=[[5, 6]], prompt_text=["x"]) == [0.0]
+    call(functools.partial(takes_text), ["c"], {"prompt_text": ["a column"]}, prompt_text=["y"])
+    assert seen["text"] == ["y"]
+    for reward in BUILTIN_REWARDS.values():
+        call(reward, ["#### 6"], {"answer": ["6"]}, prompt_ids=[[5]], prompt_text=["x"])
+
+
+REWARDS = """
+import json
+
+def loop(completions, **kwargs):
+    scores = []
+    for text in completions:
+        scores.append(helper(text))
+    return scores
+
+def helper(text):
+    return 1 / (len(text) - 3)
+
+def comprehension(completions, answer, **kwargs):
+    return [float(a) / len(c) for c, a in zip(completions, answer)]
+
+def library(completions, **kwargs):
+    return [len(json.loads(text)) for text in completions]
+
+def whole(completions, **kwargs):
+    raise KeyError("a\\nb")
+
+def leaves(completions, **kwargs):
+    raise SystemExit(3)
+
+class Judge:
+    def __call__(self, completions, **kwargs):
+        return [1.0, "no", 1.0]
+
+judge = Judge()
+
+def huge(completions, **kwargs):
+    return [1.0, 10**400, 1.0]
+
+def short(completions, **kwargs):
+    return [1.0]
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("loop", r"raised ZeroDivisionError: division by zero \(PATH, line 11, with completion 1: '\[1\]'\)"),
+        ("comprehension", r"raised ZeroDivisionError: .* \(PATH, line 14, with completion 2: ''\)"),
+        ("library", r"raised JSONDecodeError: .* \(PATH, line 17, with completion 2: ''\)"),
+        ("whole", r"raised KeyError: 'a\\nb' \(PATH, line 20\)"),
+        ("leaves", r"raised SystemExit: 3 \(PATH, line 23\)"),
+        ("judge", r"value 1 must be a number or None, got str 'no' \(completion: '\[1\]'\) \(PATH, line 26\)"),
+        ("huge", r"value 1 is inf; .* \(completion: '\[1\]'\) \(PATH, line 31\)"),
+        ("short", r"returned 1 values for 3 completions \(PATH, line 34\)"),
+    ],
+)
+def test_c14_a_failing_reward_is_reported_with_file_and_line(tmp_path, name, message):
+    path = tmp_path / "mine.py"
+    path.write_text(REWARDS)
+    with pytest.raises(ValueError, match="^reward 'mine':? " + message.replace("PATH", str(path)) + "$") as caught:
+        call(load_reward(f"{path}:{name}"), ["[1, 2]", "[1]", ""], {"answer": ["1", "2", "3"]})
+    assert "\n" not in str(caught.value)
+
+
+def test_c14_the_message_stays_short():
+    def broken(completions, **kwargs):
+        return [text.nothing for text in completions]
+
+    with pytest.raises(ValueError, match="with completion 0: ") as caught:
+        call(broken, ["x\n" * 100_000])
+    assert len(str(caught.value)) < 500 and "\n" not in str(caught.value)
