@@ -46,6 +46,7 @@ RUNTIME_LIBRARIES = {
     "markupsafe",
     "rich",
     "threadpoolctl",
+    "psutil",
 }
 OPTIONAL_LIBRARIES = {"huggingface_hub", "pyarrow", "matplotlib", "math_verify", "mpi4py"}
 

@@ -16,6 +16,7 @@ import numpy as np
 
 NOT_COMPARED = {
     "Graphs",
+    "Reservation",
     "accumulator",
     "array",
     "device_name",

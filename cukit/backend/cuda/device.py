@@ -71,9 +71,3 @@ def synchronize():
 def device_name() -> str:
     """The card as the driver calls it."""
     return cp.cuda.runtime.getDeviceProperties(cp.cuda.Device().id)["name"].decode()
-
-
-def memory_info() -> tuple[int, int]:
-    """(free, total) bytes of the device; what the pool holds but nobody uses counts as free."""
-    free, total = cp.cuda.runtime.memGetInfo()
-    return free + cp.get_default_memory_pool().free_bytes(), total

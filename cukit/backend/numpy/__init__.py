@@ -12,7 +12,6 @@ from .device import (
     dtype_of,
     empty,
     host_buffer,
-    memory_info,
     name,
     synchronize,
     to_numpy,
@@ -30,6 +29,7 @@ from .linear import (
     set_exact,
 )
 from .loss import token_logprobs_backward, token_logprobs_forward
+from .memory import Reservation, memory_info
 from .norm import add_rms_norm_backward, add_rms_norm_forward, rms_norm_backward, rms_norm_forward
 from .optimizer import adamw_step, store_weights, sum_in_order, sums_of_squares
 from .paged_attention import (
@@ -46,6 +46,7 @@ from .sampling import filter_logits, sample
 
 __all__ = [
     "Graphs",
+    "Reservation",
     "accumulator",
     "adamw_step",
     "add_rms_norm_backward",

@@ -67,9 +67,3 @@ def synchronize():
 def device_name() -> str:
     """The processor as the system calls it, and its cores."""
     return f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores"
-
-
-def memory_info() -> tuple[int, int]:
-    """(free, total) bytes of the device."""
-    page = os.sysconf("SC_PAGE_SIZE")
-    return os.sysconf("SC_AVPHYS_PAGES") * page, os.sysconf("SC_PHYS_PAGES") * page
