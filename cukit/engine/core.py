@@ -51,9 +51,7 @@ class EngineCore:
         self.blocks = BlockManager(config.num_kv_blocks, config.block_size, config.enable_prefix_caching)
         rows = min(config.max_num_seqs, config.max_num_batched_tokens)  # a step must be able to decode every row
         precise = model.backend.accumulator(model.dtype)
-        self.rows = Rows(
-            model.backend, precise, rows, config.max_model_len, config.block_size, model.config.vocab_size
-        )
+        self.rows = Rows(model.backend, precise, rows, config.max_model_len, config.block_size, model.config.vocab_size)
         self.scheduler = Scheduler(self.blocks, self.rows, config.max_num_batched_tokens)
         self.runner = ModelRunner(model, self.rows, config, self.vocab_size)
         self.requests: dict[int, Request] = {}  # the unfinished ones
@@ -86,9 +84,7 @@ class EngineCore:
         stop_texts = StopTexts.of(params.stop, self.tokenizer)
         stop_ids = {*params.stop_token_ids, *stop_texts.ids, *(() if params.ignore_eos else self.eos_token_ids)}
         limit = min(len(prompt_ids) + params.max_tokens, self.config.max_model_len)
-        request = Request(
-            next(self._ids), prompt_ids, prompt, params, seed, frozenset(stop_ids), stop_texts, limit
-        )
+        request = Request(next(self._ids), prompt_ids, prompt, params, seed, frozenset(stop_ids), stop_texts, limit)
         request.keeps_cache = keeps_cache
         if self.tokenizer is not None and (with_text or stop_texts.shown or stop_texts.raw):
             request.tokenizer = self.tokenizer

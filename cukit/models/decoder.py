@@ -154,8 +154,6 @@ class Decoder(Module):
             parameter.requires_grad = False
         return copy
 
-    parts = hf_tensors
-
     def init_weights(self, seed: int):
         """Random weights from `seed`, drawn on the device: linear maps N(0, 1/fan_in), o_proj and down_proj also
         divided by √(2·layers), embeddings N(0, 0.05²), norms 1, biases 0.

@@ -14,6 +14,7 @@ import numpy as np
 from ..autograd import no_grad
 from ..datasets.demonstrations import encode_prompt
 from ..datasets.sources import prompt_rows
+from ..engine.memory import ModelUse
 from ..models.decoder import Decoder
 from ..models.logprobs import packed_logprobs
 from ..ops import policy_loss
@@ -68,9 +69,13 @@ class GRPOTrainer(Trainer):
             raise ValueError("GRPOTrainer needs train_dataset: a list of rows with a prompt, or a JSONL file")
         self.scorer = RewardScorer(reward_funcs, args.reward_weights)
         super().__init__(model, args, train_dataset, eval_dataset, processing_class, callbacks, device, dtype)
-        self.rollout = Rollout(self.model, self.tokenizer, **flat_values(args.engine))
-        self.reference = _frozen_copy(self.model) if args.beta else None
-        self.vocab_limit = min(self.tokenizer.vocab_size, self.model.config.vocab_size)
+        self.model.limit_vocabulary(self.tokenizer.vocab_size)
+        engine = flat_values(args.engine) | {
+            "num_kv_blocks": self.plan.num_kv_blocks,
+            "max_model_len": self.plan.max_model_len,
+        }
+        self.rollout = Rollout(self.model, self.tokenizer, self.plan.sleeps_cache, **engine)
+        self.reference = self.model.frozen_copy() if args.beta else None
         self._batch: PackedBatch | None = None
         self._warned_cut, self._silent_batches = False, 0
 
@@ -95,6 +100,13 @@ class GRPOTrainer(Trainer):
                 )
             prepared.append((row, ids))
         return prepared
+
+    def plan_memory(self, *more, **sizes):
+        args, use = self.args, self.model
+        reference = [ModelUse("reference", use.config, use.dtype)] if args.beta else []
+        longest = max(len(ids) for _, ids in self.train_rows) + args.max_completion_length
+        sizes = {"packed_tokens": args.generation_size * longest, "longest_sequence": longest} | sizes
+        return super().plan_memory(*reference, *more, engine=args.engine, **sizes)
 
     @property
     def _slices(self):
@@ -128,34 +140,26 @@ class GRPOTrainer(Trainer):
     # ---- generation ----
 
     def _generate(self, generation: int):
-        """Draw and score the generation batch number `generation`; returns it and its metrics.
-
-        Cut short (Ctrl-C), it leaves the trainer as it was: the same prompts come again after a resume.
-        """
-        args, before = self.args, self.sampler.state_dict()
+        """Draw and score the generation batch number `generation`; returns it and its metrics."""
+        args = self.args
         picked = [self.train_rows[i] for i in self.sampler.take(self._prompts_a_generation)]
-        try:
-            with self.timer("generate"):
-                samples = self.rollout.generate(
-                    [ids for _, ids in picked],
-                    args.sampling_params(n=args.num_generations),
-                    [prompt_seed(args.seed, generation, place) for place in range(len(picked))],
-                    self.raise_if_stopped,
-                )
-            rows = [picked[group][0] for group in samples.groups]
-            with self.timer("reward"):
-                rewards, by_function = self.scorer(rows, samples, self.tokenizer)
-            self.raise_if_stopped()
-            sizes = np.bincount(samples.groups, minlength=len(picked))
-            advantages, mean, std = group_advantages(rewards, sizes, args.scale_rewards)
-            batch = pack_samples(samples, rewards, advantages, args, self._slices, generation, self.model.dtype)
-            batch = batch.to(self.model.backend)
-            if self.reference is not None:
-                with self.timer("reference"):
-                    batch.ref_logprobs = self._score(self.reference, batch)
-        except BaseException:
-            self.sampler.load_state(before)
-            raise
+        with self.timer("generate"):
+            samples = self.rollout.generate(
+                [ids for _, ids in picked],
+                args.sampling_params(n=args.num_generations),
+                [prompt_seed(args.seed, generation, place) for place in range(len(picked))],
+                self.raise_if_stopped,
+            )
+        rows = [picked[group][0] for group in samples.groups]
+        with self.timer("reward"), self.interruptible():
+            rewards, by_function = self.scorer(rows, samples, self.tokenizer)
+        sizes = np.bincount(samples.groups, minlength=len(picked))
+        advantages, mean, std = group_advantages(rewards, sizes, args.scale_rewards)
+        batch = pack_samples(samples, rewards, advantages, args, self._slices, generation, self.model.dtype)
+        batch = batch.to(self.model.backend)
+        if self.reference is not None:
+            with self.timer("reference"):
+                batch.ref_logprobs = self._score(self.reference, batch)
         self.num_tokens += sum(map(len, samples.token_ids))
         metrics = sample_metrics(samples) | self.scorer.metrics(by_function, rewards, mean, std)
         self._show(rows[: sizes[0]], samples, rewards, by_function, advantages)
@@ -197,7 +201,7 @@ class GRPOTrainer(Trainer):
         with no_grad():
             for first, last in batch.cut(self.args.max_tokens_per_batch):
                 rows = Rows(batch, first, last)
-                logprobs, _ = packed_logprobs(model, rows.tokens, self.args.temperature, self.vocab_limit)
+                logprobs, _ = packed_logprobs(model, rows.tokens, self.args.temperature)
                 rows.of(scores)[...] = logprobs.data
         return scores
 
@@ -205,7 +209,7 @@ class GRPOTrainer(Trainer):
 
     def compute_loss(self, rows: Rows):
         with nullcontext() if rows.has_gradient else no_grad():
-            logprobs, entropy = packed_logprobs(self.model, rows.tokens, self.args.temperature, self.vocab_limit)
+            logprobs, entropy = packed_logprobs(self.model, rows.tokens, self.args.temperature)
             loss, extra = self.policy_loss(logprobs, rows)
         extra = extra | {"tokens": np.asarray(rows.num_learnt), "entropy": entropy.data.sum()}
         if self._on_policy:
@@ -280,7 +284,7 @@ class GRPOTrainer(Trainer):
 
     def after_update(self):
         if self.args.sync_ref_model and (self.global_step + 1) % self.args.ref_model_sync_steps == 0:
-            _mix(self.reference, self.model, self.args.ref_model_mixup_alpha)
+            self.reference.store.mix_from(self.model.store, self.args.ref_model_mixup_alpha)
 
     # ---- evaluation, checkpoints ----
 
@@ -298,8 +302,8 @@ class GRPOTrainer(Trainer):
             seeds = [prompt_seed(args.seed, EVALUATION, place) for place in range(len(self.eval_rows))]
         samples = self.rollout.generate([ids for _, ids in self.eval_rows], sampling, seeds, self.raise_if_stopped)
         rows = [self.eval_rows[group][0] for group in samples.groups]
-        rewards, by_function = self.scorer(rows, samples, self.tokenizer)
-        self.raise_if_stopped()
+        with self.interruptible():
+            rewards, by_function = self.scorer(rows, samples, self.tokenizer)
         if self.logger is not None:
             shown = completion_rows(rows[:32], samples, self.scorer.names, by_function)
             self.logger.log_completions(self.global_step, shown)
@@ -311,7 +315,7 @@ class GRPOTrainer(Trainer):
         if self.global_step % self._updates_a_generation:
             arrays |= {f"batch.{name}": value for name, value in self._batch.to_arrays().items()}
         if self.args.sync_ref_model:
-            arrays |= {f"reference.{name}": value for name, value in self.reference.hf_tensors().items()}
+            arrays |= {f"reference.{name}": value for name, value in self.reference.parts().items()}
         return arrays, {"updates_a_generation": self._updates_a_generation}
 
     def load_method_state(self, arrays, values):
@@ -327,24 +331,9 @@ class GRPOTrainer(Trainer):
             _load_parts(self.reference, parts)
 
 
-def _frozen_copy(model: Decoder) -> Decoder:
-    """The same weights in other memory, never trained."""
-    copy = Decoder(model.config, model.backend, model.dtype)
-    for mine, other in zip(model.parameters(), copy.parameters(), strict=True):
-        other.data[...] = mine.data
-        other.requires_grad = False
-    return copy
-
-
-def _mix(reference: Decoder, model: Decoder, alpha: float) -> None:
-    """reference = alpha · model + (1 − alpha) · reference."""
-    for mine, frozen in zip(model.parameters(), reference.parameters(), strict=True):
-        frozen.data[...] = (alpha * mine.data + (1 - alpha) * frozen.data).astype(frozen.dtype)
-
-
 def _load_parts(model: Decoder, parts: dict) -> None:
     """Weights under Hugging Face's names, or under this model's own as checkpoints before 2026-11-28 have them."""
-    own = model.hf_tensors()
+    own = model.parts()
     if own.keys() != parts.keys():
         own = {name: parameter.data for name, parameter in model.named_parameters().items()}
     if own.keys() != parts.keys():

@@ -69,10 +69,13 @@ class Samples:
 
 
 class Rollout:
-    """An engine that shares the trainer's weights. Call weights_changed() after every update."""
+    """An engine that shares the trainer's weights. Call weights_changed() after every update.
 
-    def __init__(self, model, tokenizer, **engine_options):
-        self.llm = LLM.from_model(model, tokenizer, **engine_options)
+    sleeps: the KV cache is given back between rollouts, for the memory that training needs.
+    """
+
+    def __init__(self, model, tokenizer, sleeps: bool = False, **engine_options):
+        self.llm, self.sleeps = LLM.from_model(model, tokenizer, **engine_options), sleeps
 
     def generate(
         self,
@@ -87,7 +90,10 @@ class Rollout:
         model's numbers are finite in no completion at all.
         """
         params = [replace(sampling, seed=None if seeds is None else seeds[i]) for i in range(len(prompts))]
+        self.llm.wake_up()
         samples = _samples(self.llm, _run(self.llm, prompts, params, between_steps))
+        if self.sleeps:
+            self.llm.sleep()
         if len(samples) and samples.failed.all():
             raise ValueError(
                 f"the model's logits are not finite in any of {len(samples)} completions: its weights are damaged; go "
@@ -119,15 +125,14 @@ def _run(llm, prompts, params, between_steps) -> list:
 def _samples(llm, requests) -> Samples:
     """What finished requests hold."""
     sequences = [sequence for request in requests for sequence in request.sequences]
-    texts = [output.text for request in requests for output in llm.output(request).outputs]
     counts = [len(request.sequences) for request in requests]
     return Samples(
         [np.asarray(sequence.token_ids, np.int32) for sequence in sequences],
         np.array([sequence.prompt_length for sequence in sequences], np.int32),
         np.repeat(np.arange(len(requests), dtype=np.int32), counts),
-        [np.asarray(sequence.logprobs, np.float32) for sequence in sequences],
+        [np.asarray(sequence.logprobs) for sequence in sequences],
         [sequence.finish_reason for sequence in sequences],
-        texts,
+        [llm.text_of(sequence) for sequence in sequences],
     )
 
 

@@ -93,21 +93,16 @@ class SFTTrainer(Trainer):
         tokens = rows.tokens
         hidden = predicting_states(self.model, tokens)
         head = self.model.lm_head.weight
-        logprobs, entropy = lm_head_logprobs(hidden, head, tokens.targets, 1.0, self.tokenizer_limit)
+        logprobs, entropy = lm_head_logprobs(hidden, head, tokens.targets, 1.0, self.model.vocab_size)
         return -(logprobs * rows.weights).sum(), {
             "entropy": entropy.data.sum(),
             "learnt": np.asarray(rows.num_learnt),
             "correct": self._count_correct(hidden.data, tokens.targets),
         }
 
-    @property
-    def tokenizer_limit(self):
-        """Ids the tokenizer does not have are left out of the normaliser, as they are in sampling."""
-        return min(self.tokenizer.vocab_size, self.model.config.vocab_size)
-
     def _count_correct(self, hidden, targets, chunk_rows=4096):
         """How many targets are the most probable token (an extra product with the head, without the tape)."""
-        be, head, limit = self.model.backend, self.model.lm_head.weight.data, self.tokenizer_limit
+        be, head, limit = self.model.backend, self.model.lm_head.weight.data, self.model.vocab_size
         starts = range(0, len(targets), chunk_rows)
         parts = [slice(start, start + chunk_rows) for start in starts]
         return sum(

@@ -28,15 +28,13 @@ class TrainedModel:
 
 def make_optimizer(model: Decoder, args) -> AdamW:
     """The AdamW of a model as the options say; weight decay is not for norms and biases."""
-    decays = {id(p): not name.endswith("bias") and "norm" not in name for name, p in model.named_parameters().items()}
     return AdamW(
-        model.parameters(),
+        model.store,
         args.learning_rate,
         (args.adam_beta1, args.adam_beta2),
         args.adam_epsilon,
         args.weight_decay,
         args.max_grad_norm,
-        decay=lambda parameter: decays[id(parameter)],
     )
 
 
