@@ -247,13 +247,18 @@ def biased_model(make_model, dtype="float64"):
     return model
 
 
+def dense(completion_ids, **_):
+    """A reward that hardly ever is the same twice, so that each update has something to learn."""
+    return [sum(ids) % 101 / 101 for ids in completion_ids]
+
+
 @pytest.mark.parametrize("options, without", UPDATE_OPTIONS, ids=name_of)
 def test_options_of_the_update(make_grpo, make_model, recorded, options, without):
     """Four updates; the weights are those of AdamW by hand on the gradients that the optimizer got."""
     gradients, watch = recorded
     ends = []
     for given in (options, without):
-        trainer = make_grpo(model=biased_model(make_model), max_steps=4, **given)
+        trainer = make_grpo(dense, model=biased_model(make_model), max_steps=4, **given)
         gradients.clear()
         watch(trainer.model)
         before = weights_of(trainer.model)
@@ -290,7 +295,7 @@ def test_the_loss_scale_of_float16(make_grpo, make_model, recorded):
     options = dict(max_steps=1, max_grad_norm=0.0, adam_epsilon=1e-3)
     found = {}
     for dtype in ("float16", "float32"):
-        trainer = make_grpo(model=biased_model(make_model, dtype), **options)
+        trainer = make_grpo(dense, model=biased_model(make_model, dtype), **options)
         gradients.clear()
         watch(trainer.model)
         samples = noisy(trainer, 0.0)
