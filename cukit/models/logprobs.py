@@ -76,8 +76,8 @@ def predicting_states(model, packed: PackedTokens):
 def packed_logprobs(model, packed: PackedTokens, temperature=1.0, vocab_size=None):
     """Log p of the wanted tokens given all before them, and the entropy of the distributions they were drawn from.
 
-    Tensors (N,) float32 (float64 for a float64 model), differentiable if the tape is on. Ids from vocab_size (default: the model's) on count
-    neither in the normaliser nor in the entropy.
+    Tensors (N,) float32 (float64 for a float64 model), differentiable if the tape is on. Ids from vocab_size on
+    (default: the model's) count neither in the normaliser nor in the entropy.
     """
     hidden = predicting_states(model, packed)
     return lm_head_logprobs(hidden, model.lm_head.weight, packed.targets, temperature, vocab_size or model.vocab_size)

@@ -69,7 +69,6 @@ class GRPOTrainer(Trainer):
             raise ValueError("GRPOTrainer needs train_dataset: a list of rows with a prompt, or a JSONL file")
         self.scorer = RewardScorer(reward_funcs, args.reward_weights)
         super().__init__(model, args, train_dataset, eval_dataset, processing_class, callbacks, device, dtype)
-        self.model.limit_vocabulary(self.tokenizer.vocab_size)
         engine = flat_values(args.engine) | {
             "num_kv_blocks": self.plan.num_kv_blocks,
             "max_model_len": self.plan.max_model_len,

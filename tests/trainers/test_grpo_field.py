@@ -66,6 +66,78 @@ def test_e4_a_generation_that_failed_whole_ends_the_run(make_grpo):
     assert len(trainer.make_batch(0)[0]) > 0
 
 
+def nan_logits(model, share):
+    """The model's head gives NaN for about that share of the rows it is asked about; training's own head does not."""
+    logits = model.logits
+
+    def broken(hidden):
+        out = logits(hidden)
+        first = hidden.data[:, 0]
+        out.data[np.abs(first * 1e4) % 1 < share] = np.nan
+        return out
+
+    model.logits = broken
+
+
+@pytest.mark.parametrize("options", [dict(), dict(beta=0.1, num_iterations=2), dict(mask_truncated_completions=True)])
+def test_e4_through_the_engine(make_grpo, rows, options, capsys):
+    """Some rows get NaN from the model: they end with "error", the others are trained on, evaluations go on too."""
+    trainer = make_grpo(max_steps=3, eval_dataset=rows, max_completion_length=20, **options)
+    nan_logits(trainer.model, 0.03)
+    before = weights_of(trainer.model)
+    trainer.train()
+    failed = logged(trainer, "sampling/error_rows")
+    assert failed and all(0 < count < 16 for count in failed), failed
+    assert np.isfinite(logged(trainer, "loss")).all() and logged(trainer, "skipped_updates")[-1] == 0
+    assert logged(trainer, "eval/error_rows") and "completions failed" in capsys.readouterr().out
+    assert any(not np.array_equal(before[name], x) for name, x in weights_of(trainer.model).items())
+
+
+def test_e4_a_model_that_gives_nothing_but_nan(make_grpo, rows):
+    trainer = make_grpo(eval_dataset=rows)
+    logits = trainer.model.logits
+    nan_logits(trainer.model, 1.0)
+    for call in (trainer.train, trainer.evaluate):
+        with pytest.raises(ValueError, match="weights are damaged"):
+            call()
+    trainer.model.logits = logits
+    assert trainer.evaluate()["eval/length"] > 0 and len(trainer.make_batch(0)[0]) > 0
+
+
+# ---- c11: all of the engine's sampling options reach training ----
+
+
+@pytest.mark.parametrize(
+    "options, holds",
+    [
+        (dict(stop=["1"]), lambda text, ids, reason: "1" not in text),
+        (dict(generation_kwargs={"stop_strings": ["1"]}), lambda text, ids, reason: "1" not in text),
+        (dict(stop_token_ids=[5, 6, 7]), lambda text, ids, reason: not {5, 6, 7} & set(ids[:-1])),
+        (dict(min_tokens=15), lambda text, ids, reason: len(ids) >= 15),
+        (dict(ignore_eos=True), lambda text, ids, reason: len(ids) == 30 and reason == "length"),
+        (dict(generation_kwargs={"top_k": 1}), lambda text, ids, reason: True),
+    ],
+    ids=str,
+)
+def test_c11_sampling_options_reach_training(make_grpo, options, holds):
+    """Each changes what is drawn, and does there what it says; the engine's limits too."""
+
+    def drawn(**given):
+        trainer = make_grpo(max_completion_length=30, max_num_seqs=8, block_size=8, **given)
+        kept, generate = [], trainer.rollout.generate
+        trainer.rollout.generate = lambda *arguments: kept.append(generate(*arguments)) or kept[-1]
+        assert trainer.rollout.llm.config.max_num_seqs == trainer.rollout.llm.config.block_size == 8
+        trainer.make_batch(0)
+        return kept[0]
+
+    with_it, without = drawn(**options), drawn()
+    assert with_it.completion_ids != without.completion_ids
+    rows = zip(with_it.texts, with_it.completion_ids, with_it.finish_reasons, strict=True)
+    assert all(holds(*row) for row in rows)
+    rows = zip(without.texts, without.completion_ids, without.finish_reasons, strict=True)
+    assert not all(holds(*row) for row in rows) or "top_k" in str(options)
+
+
 # ---- e5: nothing to learn ----
 
 
@@ -81,6 +153,7 @@ def test_e5_a_step_with_nothing_to_learn_changes_nothing(make_grpo, scale, value
     trainer.train()
     assert logged(trainer, "frac_reward_zero_std") == [1, 1] and logged(trainer, "grad_norm") == [0, 0]
     assert logged(trainer, "reward_std") == [0, 0] and logged(trainer, "reward") == [value, value]
+    assert trainer.optimizer.step_count == trainer.optimizer.skipped == 0
     assert all(np.array_equal(before[name], x) for name, x in weights_of(trainer.model).items())
 
 
