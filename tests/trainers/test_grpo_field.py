@@ -117,7 +117,7 @@ def test_e4_a_model_that_gives_nothing_but_nan(make_grpo, rows):
         (dict(ignore_eos=True), lambda text, ids, reason: len(ids) == 30 and reason == "length"),
         (dict(generation_kwargs={"top_k": 1}), lambda text, ids, reason: True),
     ],
-    ids=str,
+    ids=lambda value: str(value) if isinstance(value, dict) else "",
 )
 def test_c11_sampling_options_reach_training(make_grpo, options, holds):
     """Each changes what is drawn, and does there what it says; the engine's limits too."""
