@@ -13,6 +13,7 @@ import numpy as np
 
 from ..autograd import no_grad
 from ..datasets.demonstrations import encode_prompt
+from ..datasets.sampler import batches_an_epoch
 from ..datasets.sources import prompt_rows
 from ..models.decoder import Decoder
 from ..models.logprobs import packed_logprobs
@@ -119,7 +120,7 @@ class GRPOTrainer(Trainer):
         args = self.args
         if args.max_steps > 0:
             return args.max_steps
-        generations = args.num_train_epochs * self.sampler.batches_an_epoch(self._prompts_a_generation)
+        generations = args.num_train_epochs * batches_an_epoch(len(self.train_rows), self._prompts_a_generation)
         return max(1, math.ceil(generations)) * self._updates_a_generation
 
     def make_batch(self, step):
