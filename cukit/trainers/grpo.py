@@ -350,7 +350,7 @@ def _mix(reference: Decoder, model: Decoder, alpha: float) -> None:
 
 
 def _load_parts(model: Decoder, parts: dict) -> None:
-    """Weights under Hugging Face's names, or under this model's own as checkpoints before 2026-11-28 have them."""
+    """Weights under Hugging Face's names, or under this model's own as older checkpoints have them."""
     own = model.hf_tensors()
     if own.keys() != parts.keys():
         own = {name: parameter.data for name, parameter in model.named_parameters().items()}
