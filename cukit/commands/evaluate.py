@@ -62,8 +62,8 @@ def evaluate(values: dict[str, Any]) -> None:
     start = time.perf_counter()
     samples = rollout.generate(prompts, sampling, None if sampling.seed is None else [sampling.seed] * len(prompts))
     seconds = time.perf_counter() - start
-    _, scores = scorer([row for row in rows for _ in range(sampling.n)], samples)
-    for line in report(options, scorer.names, scores, samples.lengths, samples.truncated, seconds):
+    _, scores = scorer([rows[group] for group in samples.groups], samples, tokenizer)
+    for line in report(options, scorer.names, scores, samples.failed, samples.lengths, samples.truncated, seconds):
         print(line)
     if samples.truncated.mean() > CUT_SHARE:
         say(
@@ -76,17 +76,21 @@ def report(
     options: EvalOptions,
     names: list[str],
     scores: np.ndarray,
+    failed: np.ndarray,
     lengths: np.ndarray,
     truncated: np.ndarray,
     seconds: float,
 ) -> list[str]:
     """The lines that eval prints. scores: (completions, rewards), NaN where a reward does not apply."""
-    first = scores[:, 0][~np.isnan(scores[:, 0])]
-    if not first.size:
+    from ..trainers.rewarding import accuracy
+
+    share, share_left_out = accuracy(scores[:, 0], failed)
+    left_out = round(share_left_out * len(scores))
+    counted = len(scores) - left_out
+    if not counted:
         raise ValueError(f"reward {names[0]!r} applies to no row of {options.data}")
-    right, left_out = first >= 1, len(scores) - first.size
     out = f"; the reward did not apply to {left_out} more" if left_out else ""
-    lines = [f"accuracy {right.mean():.4f} ({right.sum()} of {right.size}{out}; {options.data})"]
+    lines = [f"accuracy {share:.4f} ({round(share * counted)} of {counted}{out}; {options.data})"]
     for name, found in zip(names, scores.T, strict=True):
         nothing = np.isnan(found).all()
         lines.append(f"  rewards/{name}" + (" applies to no row" if nothing else f"/mean {np.nanmean(found):.4f}"))

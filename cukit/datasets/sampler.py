@@ -27,6 +27,11 @@ def pack(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     return [sorted(bin_) for bin_ in bins]
 
 
+def batches_an_epoch(num_rows: int, count: int) -> int:
+    """How many batches of at most `count` rows an epoch has: the calls of EpochSampler.take(count) it lasts."""
+    return -(-num_rows // count)
+
+
 class EpochSampler:
     """Row indices, each exactly once an epoch, in an order that depends on (seed, epoch) only.
 
@@ -44,10 +49,6 @@ class EpochSampler:
     @property
     def epochs_done(self) -> float:
         return self.epoch + self.position / self.num_rows
-
-    def batches_an_epoch(self, count: int) -> int:
-        """How many calls of take(count) an epoch has."""
-        return -(-self.num_rows // count)
 
     def take(self, count: int) -> list[int]:
         if self.position == self.num_rows:

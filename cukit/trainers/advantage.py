@@ -53,8 +53,7 @@ def _mean_and_std(table):
     with np.errstate(over="ignore", invalid="ignore"):
         mean = np.where(low < high, np.nansum(table, axis=-1) / np.maximum(count, 1), low)
         squares = np.nansum(np.square(table - mean[..., None]), axis=-1)
-    std = np.where(low < high, np.sqrt(squares / np.maximum(count - 1, 1)), 0.0)
-    return np.where(count > 0, mean, np.nan), std
+    return np.where(count > 0, mean, np.nan), np.sqrt(squares / np.maximum(count - 1, 1))
 
 
 def token_weights(

@@ -13,6 +13,7 @@ import numpy as np
 
 from ..autograd import no_grad
 from ..datasets.demonstrations import encode_prompt
+from ..datasets.sampler import batches_an_epoch
 from ..datasets.sources import prompt_rows
 from ..engine.memory import ModelUse
 from ..models.decoder import Decoder
@@ -124,7 +125,7 @@ class GRPOTrainer(Trainer):
         args = self.args
         if args.max_steps > 0:
             return args.max_steps
-        generations = args.num_train_epochs * self.sampler.batches_an_epoch(self._prompts_a_generation)
+        generations = args.num_train_epochs * batches_an_epoch(len(self.train_rows), self._prompts_a_generation)
         return max(1, math.ceil(generations)) * self._updates_a_generation
 
     def make_batch(self, step):
@@ -331,7 +332,7 @@ class GRPOTrainer(Trainer):
 
 
 def _load_parts(model: Decoder, parts: dict) -> None:
-    """Weights under Hugging Face's names, or under this model's own as checkpoints before 2026-11-28 have them."""
+    """Weights under Hugging Face's names, or under this model's own as older checkpoints have them."""
     own = model.parts()
     if own.keys() != parts.keys():
         own = {name: parameter.data for name, parameter in model.named_parameters().items()}

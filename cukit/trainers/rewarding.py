@@ -99,14 +99,14 @@ def sample_metrics(samples: Samples) -> dict:
     """Lengths of all completions and of those that ended by themselves, the share cut off, and how many failed."""
     lengths, truncated, failed = samples.lengths, samples.truncated, samples.failed
     terminated = lengths[~truncated] if not truncated.all() else np.zeros(1)
-    found = {"completions/clipped_ratio": float(truncated.mean())}
+    found = {"completions/clipped_ratio": float(truncated.mean()), "sampling/error_rows": int(failed.sum())}
     for name, values in (("length", lengths), ("terminated_length", terminated)):
         found |= {
             f"completions/mean_{name}": float(values.mean()),
             f"completions/min_{name}": float(values.min()),
             f"completions/max_{name}": float(values.max()),
         }
-    return found | ({"sampling/error_rows": int(failed.sum())} if failed.any() else {})
+    return found
 
 
 def completion_rows(

@@ -9,7 +9,7 @@ import numpy as np
 from ..autograd import no_grad
 from ..backend import backend_for
 from ..datasets.demonstrations import encode_sft_rows
-from ..datasets.sampler import pack
+from ..datasets.sampler import batches_an_epoch, pack
 from ..models.decoder import Decoder
 from ..models.logprobs import predicting_states
 from ..models.weights import load_config
@@ -69,8 +69,8 @@ class SFTTrainer(Trainer):
     def count_steps(self):
         if self.args.max_steps > 0:
             return self.args.max_steps
-        epochs = self.args.num_train_epochs
-        return max(1, math.ceil(epochs * self.sampler.batches_an_epoch(self._rows_a_step())))
+        epoch = batches_an_epoch(len(self.train_rows), self._rows_a_step())
+        return max(1, math.ceil(self.args.num_train_epochs * epoch))
 
     def _rows_a_step(self):
         return self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps

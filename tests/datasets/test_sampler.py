@@ -6,7 +6,7 @@ import random
 import numpy as np
 import pytest
 
-from cukit.datasets.sampler import EpochSampler, pack
+from cukit.datasets.sampler import EpochSampler, batches_an_epoch, pack
 
 
 def test_pack():
@@ -25,13 +25,13 @@ def test_pack():
 
 
 def test_e14_an_epoch_is_each_row_once():
-    """Any number of rows, any batch: epochs of batches_an_epoch calls, each a permutation; only the last is short."""
+    """Any number of rows, any batch: epochs of batches_an_epoch() calls, each a permutation; only the last is short."""
     rng = np.random.default_rng(14)
     for num_rows, count in [(3, 64), (10, 4), (10, 5), (1, 1), *rng.integers(1, 60, (20, 2)).tolist()]:
         sampler = EpochSampler(num_rows, seed=3)
         epochs = []
         for epoch in range(1, 4):
-            batches = [sampler.take(count) for _ in range(sampler.batches_an_epoch(count))]
+            batches = [sampler.take(count) for _ in range(batches_an_epoch(num_rows, count))]
             assert all(len(batch) == count for batch in batches[:-1]) and 0 < len(batches[-1]) <= count
             epochs.append(sum(batches, []))
             assert sorted(epochs[-1]) == list(range(num_rows)) and sampler.epochs_done == epoch

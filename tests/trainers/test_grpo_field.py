@@ -87,7 +87,7 @@ def test_e4_through_the_engine(make_grpo, rows, options, capsys):
     before = weights_of(trainer.model)
     trainer.train()
     failed = logged(trainer, "sampling/error_rows")
-    assert failed and all(0 < count < 16 for count in failed), failed
+    assert sum(failed) > 0 and max(failed) < 16
     assert np.isfinite(logged(trainer, "loss")).all() and logged(trainer, "skipped_updates")[-1] == 0
     assert logged(trainer, "eval/error_rows") and "completions failed" in capsys.readouterr().out
     assert any(not np.array_equal(before[name], x) for name, x in weights_of(trainer.model).items())
