@@ -10,8 +10,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..autograd import no_grad
-from ..models.logprobs import batches_by_tokens, target_logprobs
+from ..models.logprobs import packed_logprobs
 from ..optim import AdamW
+from ..trainers.batch import PackedBatch, Rows
 from . import TrainBench
 from .measure import memory_in_use, peak_memory, seconds_of
 from .report import new_report
@@ -23,9 +24,9 @@ LEARNING_RATE = 1e-6
 
 @dataclass(frozen=True)
 class Step:
-    """The rows of one optimizer step, cut into micro-batches of (sequences, wanted)."""
+    """The rows of one optimizer step on the device, cut into micro-batches."""
 
-    batches: list[tuple[list, list]]
+    micro_batches: list[Rows]
     tokens: int
     completion_tokens: int
 
@@ -40,12 +41,11 @@ def make_step(options: TrainBench, subject: Subject, scale: float) -> Step:
             f"completion={completion} must be below tokens_per_row={length}: nothing precedes a row's first token"
         )
     check_length(subject, length, "lower --tokens_per_row or --scale")
-    tokens = np.random.default_rng(options.seed).integers(0, subject.config.vocab_size, (rows, length)).tolist()
-    wanted = np.arange(length) >= length - completion
-    parts = batches_by_tokens([length] * rows, options.max_tokens_per_batch or rows * length)
-    return Step(
-        [([tokens[row] for row in part], [wanted] * len(part)) for part in parts], rows * length, rows * completion
-    )
+    tokens = np.random.default_rng(options.seed).integers(0, subject.config.vocab_size, (rows, length))
+    mask = np.tile(np.arange(length) >= length - completion, rows)
+    batch = PackedBatch.build(list(tokens), mask).to(subject.backend)
+    parts = batch.micro_batches(0, options.max_tokens_per_batch or rows * length)
+    return Step(parts, rows * length, rows * completion)
 
 
 def run(options: TrainBench) -> dict:
@@ -55,7 +55,7 @@ def run(options: TrainBench) -> dict:
     scale = scale_of(options, subject)
     step = make_step(options, subject, scale)
     model = build_model(subject, options.seed)
-    report = new_report("train", subject, options) | {"scale": scale, "micro_batches": len(step.batches)}
+    report = new_report("train", subject, options) | {"scale": scale, "micro_batches": len(step.micro_batches)}
     rows = report["rows"]
     # from the least memory to the most, since a CPU's process only knows its highest point
     rows.append(_row("log-probs, no gradient", None, lambda: _score(model, step), subject, step, options, before))
@@ -111,13 +111,13 @@ def _row(
 
 def _score(model, step: Step) -> None:
     with no_grad():
-        for sequences, wanted in step.batches:
-            model.backend.to_numpy(target_logprobs(model, sequences, wanted)[0].data)
+        for rows in step.micro_batches:
+            model.backend.to_numpy(packed_logprobs(model, rows.tokens)[0].data)
 
 
 def _train(model, optimizer: AdamW, step: Step) -> None:
-    for sequences, wanted in step.batches:
-        logprobs, _ = target_logprobs(model, sequences, wanted)
+    for rows in step.micro_batches:
+        logprobs, _ = packed_logprobs(model, rows.tokens)
         loss = logprobs.sum() * (-1 / step.completion_tokens)
         loss.backward(loss.data * 0 + optimizer.loss_scale)
     optimizer.step()

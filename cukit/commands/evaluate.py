@@ -40,9 +40,9 @@ class EvalOptions(Options):
 
 
 def evaluate(values: dict[str, Any]) -> None:
-    from ..datasets.demonstrations import encode_prompt
+    from ..datasets.demonstrations import encode_prompts
     from ..datasets.sources import load_rows, prompt_rows
-    from ..models.weights import load_model, model_folder
+    from ..models.weights import load_config, load_model, model_folder
     from ..tokenizer import Tokenizer
     from ..trainers.rewarding import RewardScorer
     from ..trainers.rollout import Rollout
@@ -56,14 +56,15 @@ def evaluate(values: dict[str, Any]) -> None:
     rows = prompt_rows(load_rows(options.data))[: options.limit]
     folder = model_folder(options.model)
     tokenizer = Tokenizer.from_folder(folder)
-    prompts = [encode_prompt(row, tokenizer, options.chat_template_kwargs) for row in rows]
+    model_rows = load_config(folder).vocab_size
+    prompts = encode_prompts(rows, tokenizer, options.chat_template_kwargs, model_rows)
     model = load_model(folder, options.device, options.dtype)
     rollout = Rollout(model, tokenizer, **given_values(options.engine))
     start = time.perf_counter()
     samples = rollout.generate(prompts, sampling, None if sampling.seed is None else [sampling.seed] * len(prompts))
     seconds = time.perf_counter() - start
-    _, scores = scorer([row for row in rows for _ in range(sampling.n)], samples)
-    for line in report(options, scorer.names, scores, samples.lengths, samples.truncated, seconds):
+    _, scores = scorer([rows[group] for group in samples.groups], samples, tokenizer)
+    for line in report(options, scorer.names, scores, samples.failed, samples.lengths, samples.truncated, seconds):
         print(line)
     if samples.truncated.mean() > CUT_SHARE:
         say(
@@ -76,17 +77,21 @@ def report(
     options: EvalOptions,
     names: list[str],
     scores: np.ndarray,
+    failed: np.ndarray,
     lengths: np.ndarray,
     truncated: np.ndarray,
     seconds: float,
 ) -> list[str]:
     """The lines that eval prints. scores: (completions, rewards), NaN where a reward does not apply."""
-    first = scores[:, 0][~np.isnan(scores[:, 0])]
-    if not first.size:
+    from ..trainers.rewarding import accuracy
+
+    share, share_left_out = accuracy(scores[:, 0], failed)
+    left_out = round(share_left_out * len(scores))
+    counted = len(scores) - left_out
+    if not counted:
         raise ValueError(f"reward {names[0]!r} applies to no row of {options.data}")
-    right, left_out = first >= 1, len(scores) - first.size
     out = f"; the reward did not apply to {left_out} more" if left_out else ""
-    lines = [f"accuracy {right.mean():.4f} ({right.sum()} of {right.size}{out}; {options.data})"]
+    lines = [f"accuracy {share:.4f} ({round(share * counted)} of {counted}{out}; {options.data})"]
     for name, found in zip(names, scores.T, strict=True):
         nothing = np.isnan(found).all()
         lines.append(f"  rewards/{name}" + (" applies to no row" if nothing else f"/mean {np.nanmean(found):.4f}"))

@@ -27,10 +27,16 @@ def pack(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     return [sorted(bin_) for bin_ in bins]
 
 
+def batches_an_epoch(num_rows: int, count: int) -> int:
+    """How many batches of at most `count` rows an epoch has: the calls of EpochSampler.take(count) it lasts."""
+    return -(-num_rows // count)
+
+
 class EpochSampler:
     """Row indices, each exactly once an epoch, in an order that depends on (seed, epoch) only.
 
-    `take(count)` goes on into the next epoch when one ends. `state_dict` and `load_state` resume exactly.
+    `take(count)` gives `count` of them, fewer where an epoch ends: the next call begins the next epoch. `state_dict`
+    and `load_state` resume exactly.
     """
 
     def __init__(self, num_rows: int, seed: int = 0, shuffle: bool = True):
@@ -45,14 +51,11 @@ class EpochSampler:
         return self.epoch + self.position / self.num_rows
 
     def take(self, count: int) -> list[int]:
-        taken: list[int] = []
-        while len(taken) < count:
-            if self.position == self.num_rows:
-                self.epoch, self.position = self.epoch + 1, 0
-                self._order = self._permutation()
-            piece = self._order[self.position : self.position + count - len(taken)]
-            self.position += len(piece)
-            taken += piece
+        if self.position == self.num_rows:
+            self.epoch, self.position = self.epoch + 1, 0
+            self._order = self._permutation()
+        taken = self._order[self.position : self.position + count]
+        self.position += len(taken)
         return taken
 
     def state_dict(self) -> dict:

@@ -2,8 +2,9 @@
 
 from ..autograd import record
 
+MAX_LOG_RATIO = 20.0  # exp(20) = 4.9e8, and its square, are far inside float32
 # the order of the statistics that policy_loss returns
-STATS = ("clip_low", "clip_high", "clip_count", "kl", "num_tokens")
+STATS = ("clip_low", "clip_high", "clip_count", "kl", "num_tokens", "extreme")
 
 
 def policy_loss(
@@ -27,8 +28,9 @@ def policy_loss(
     weight 0 takes no part. kind "clip" is PPO's clipped surrogate −min(r·A, clip(r, 1 − eps_low, 1 + eps_high)·A), with
     r capped at delta in the first term if that is given; "cispo" is −min(r, eps_high)·A·new with a constant factor.
     k3 = exp(ref − new) − (ref − new) − 1, times r if bias_kl. cu_seqlens (B+1,) int32: one ratio a sequence, exp(mean
-    of its log_ratio). Returns the loss, a scalar Tensor, and the sums that STATS names, an array (5,). Saves
-    dloss/dnew.
+    of its log_ratio). Log-ratios are held within ±MAX_LOG_RATIO before exp, ref − new below it; what is held has
+    gradient 0, and `extreme` counts such tokens. Returns the loss, a scalar Tensor, and the sums that STATS names, an
+    array (6,). Saves dloss/dnew.
     """
     loss, dlogps, stats = new_logps.backend.policy_loss_forward(
         new_logps.data,
@@ -43,5 +45,6 @@ def policy_loss(
         delta,
         beta,
         bias_kl,
+        MAX_LOG_RATIO,
     )
     return record(loss, (new_logps,), lambda dloss: (dloss * dlogps,)), stats

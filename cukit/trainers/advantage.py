@@ -14,35 +14,46 @@ def combine_rewards(rewards: np.ndarray, reward_weights: list[float] | None) -> 
     return np.where(np.isnan(rewards).all(axis=1), np.nan, total)
 
 
-def group_advantages(rewards: np.ndarray, num_generations: int, scale_rewards: str):
+def group_advantages(rewards: np.ndarray, group_sizes: int | np.ndarray, scale_rewards: str):
     """Rewards (rows,) of consecutive groups -> (advantages (rows,), mean (groups,), std (groups,)).
 
-    advantage = (r − group mean) / (std + 1e-4), the standard deviation with n − 1 over the group ("group"), over all
-    rows ("batch"), or without a division ("none": Dr. GRPO). A NaN reward is left out of the statistics and has
-    advantage 0.
+    group_sizes: completions of each group, one number for all or one a group. advantage = (r − group mean) / (std +
+    1e-4), the standard deviation with n − 1 over the group ("group"), over all rows ("batch"), or without a division
+    ("none": Dr. GRPO). A NaN reward is left out of the statistics and has advantage 0. Where the rewards of a group are
+    equal, its std and its advantages are exactly 0.
     """
-    groups = rewards.reshape(-1, num_generations)
-    mean = _nan_mean(groups)
-    std = _nan_std(groups)
-    advantages = groups - mean[:, None]
+    filled, table = _by_group(rewards, group_sizes)
+    mean, std = _mean_and_std(table)
+    advantages = table - mean[:, None]
     if scale_rewards == "group":
         advantages = advantages / (std[:, None] + SCALE_EPS)
     elif scale_rewards == "batch":
-        advantages = advantages / (_nan_std(rewards[None])[0] + SCALE_EPS)
-    return np.nan_to_num(advantages, nan=0.0).reshape(-1), mean, std
+        advantages = advantages / (_mean_and_std(rewards)[1] + SCALE_EPS)
+    advantages = np.where(np.isnan(table) | (std[:, None] == 0), 0.0, advantages)
+    return advantages[filled], mean, std
 
 
-def _nan_mean(rows):
-    """Mean over the last axis of what is not NaN; NaN where nothing is left (without NumPy's warning)."""
-    count = np.sum(~np.isnan(rows), axis=-1)
-    return np.where(count > 0, np.nansum(rows, axis=-1) / np.maximum(count, 1), np.nan)
+def _by_group(rewards, group_sizes):
+    """(which places are taken, values) as tables (groups, largest group), NaN where a group has no more rows."""
+    if np.ndim(group_sizes) == 0:
+        group_sizes = np.full(len(rewards) // group_sizes, group_sizes)
+    filled = np.arange(max(group_sizes, default=0)) < np.asarray(group_sizes)[:, None]
+    table = np.full(filled.shape, np.nan)
+    table[filled] = rewards
+    return filled, table
 
 
-def _nan_std(rows):
-    """Standard deviation with n − 1 over the last axis; 0 where fewer than two numbers are left."""
-    count = np.sum(~np.isnan(rows), axis=-1)
-    squares = np.nansum(np.square(rows - _nan_mean(rows)[:, None]), axis=-1)
-    return np.where(count > 1, np.sqrt(squares / np.maximum(count - 1, 1)), 0.0)
+def _mean_and_std(table):
+    """Mean and standard deviation (with n − 1) over the last axis of what is not NaN.
+
+    No number: NaN and 0. Equal numbers: exactly that number and 0; a sum would round (0.1 six times), or overflow.
+    """
+    count = np.sum(~np.isnan(table), axis=-1)
+    low, high = np.fmin.reduce(table, -1, initial=np.inf), np.fmax.reduce(table, -1, initial=-np.inf)
+    with np.errstate(over="ignore", invalid="ignore"):
+        mean = np.where(low < high, np.nansum(table, axis=-1) / np.maximum(count, 1), low)
+        squares = np.nansum(np.square(table - mean[..., None]), axis=-1)
+    return np.where(count > 0, mean, np.nan), np.sqrt(squares / np.maximum(count - 1, 1))
 
 
 def token_weights(

@@ -7,35 +7,29 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass
+from contextlib import nullcontext
 
 import numpy as np
 
 from ..autograd import no_grad
-from ..datasets.demonstrations import encode_prompt
+from ..datasets.demonstrations import encode_prompts
+from ..datasets.sampler import batches_an_epoch
 from ..datasets.sources import prompt_rows
+from ..engine.memory import ModelUse
 from ..models.decoder import Decoder
-from ..models.logprobs import batches_by_tokens, target_logprobs
+from ..models.logprobs import packed_logprobs
 from ..ops import policy_loss
+from ..ops.policy_loss import MAX_LOG_RATIO, STATS
 from ..options import flat_values
-from .advantage import POLICY_KINDS, group_advantages, token_weights
+from .advantage import POLICY_KINDS, group_advantages
+from .batch import PackedBatch, Rows
 from .config import GRPOConfig
-from .rewarding import RewardScorer, completion_rows, nan_mean, sample_metrics
-from .rollout import GenerationBatch, Rollout, Samples, prompt_seed
+from .rewarding import RewardScorer, completion_rows, evaluation_metrics, sample_metrics
+from .rollout import Rollout, Samples, pack_samples, prompt_seed
 from .trainer import Trainer
 
 SILENT_BATCHES = 10  # generation batches without any reward after which the user is told
 EVALUATION = 2**63  # the "step" in the seeds of sampled evaluations: one that no training step has
-
-
-@dataclass
-class _MicroBatch:
-    """Rows of one forward pass; weight is that of each completion token of a row."""
-
-    rows: list[int]
-    weights: np.ndarray
-    batch: GenerationBatch
-    has_gradient: bool
 
 
 class GRPOTrainer(Trainer):
@@ -51,6 +45,9 @@ class GRPOTrainer(Trainer):
       off and mask_truncated_completions) changes no weight; with TRL the optimizer's momentum still moves them.
     * bnpo averages over the whole optimizer batch, so that max_tokens_per_batch changes nothing; with one device it
       equals dapo.
+    * An epoch is each prompt once: its last generation batch is smaller if the prompts do not divide.
+
+    A loss of your own is one method, policy_loss: see docs/examples/custom_loss.py.
     """
 
     label = "grpo"
@@ -73,10 +70,13 @@ class GRPOTrainer(Trainer):
             raise ValueError("GRPOTrainer needs train_dataset: a list of rows with a prompt, or a JSONL file")
         self.scorer = RewardScorer(reward_funcs, args.reward_weights)
         super().__init__(model, args, train_dataset, eval_dataset, processing_class, callbacks, device, dtype)
-        self.rollout = Rollout(self.model, self.tokenizer, **flat_values(args.engine))
-        self.reference = _frozen_copy(self.model) if args.beta else None
-        self.vocab_limit = min(self.tokenizer.vocab_size, self.model.config.vocab_size)
-        self._batch: GenerationBatch | None = None
+        engine = flat_values(args.engine) | {
+            "num_kv_blocks": self.plan.num_kv_blocks,
+            "max_model_len": self.plan.max_model_len,
+        }
+        self.rollout = Rollout(self.model, self.tokenizer, self.plan.sleeps_cache, **engine)
+        self.reference = self.model.frozen_copy() if args.beta else None
+        self._batch: PackedBatch | None = None
         self._warned_cut, self._silent_batches = False, 0
 
     # ---- rows and steps ----
@@ -87,19 +87,25 @@ class GRPOTrainer(Trainer):
             self.args.max_model_len or self.model.config.max_position_embeddings,
             self.model.config.max_position_embeddings,
         )
-        prepared = []
-        for index, row in enumerate(prompt_rows(rows)):
-            try:
-                ids = encode_prompt(row, self.tokenizer, self.args.chat_template_kwargs)
-            except ValueError as error:
-                raise ValueError(f"{name} row {index}: {error}") from None
+        rows, model_rows = prompt_rows(rows), self.model.config.vocab_size
+        try:
+            prompts = encode_prompts(rows, self.tokenizer, self.args.chat_template_kwargs, model_rows)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
+        for index, ids in enumerate(prompts):
             if len(ids) >= limit:
                 raise ValueError(
                     f"{name} row {index}: the prompt has {len(ids)} tokens and the context only {limit}; shorten or "
                     "remove that row, or raise max_model_len if the model allows it"
                 )
-            prepared.append((row, ids))
-        return prepared
+        return list(zip(rows, prompts, strict=True))
+
+    def plan_memory(self, *more, **sizes):
+        args, use = self.args, self.model
+        reference = [ModelUse("reference", use.config, use.dtype)] if args.beta else []
+        longest = max(len(ids) for _, ids in self.train_rows) + args.max_completion_length
+        sizes = {"packed_tokens": args.generation_size * longest, "longest_sequence": longest} | sizes
+        return super().plan_memory(*reference, *more, engine=args.engine, **sizes)
 
     @property
     def _slices(self):
@@ -110,79 +116,71 @@ class GRPOTrainer(Trainer):
     def _updates_a_generation(self):
         return self._slices * self.args.num_iterations
 
+    @property
+    def _prompts_a_generation(self):
+        return self.args.generation_size // self.args.num_generations
+
     def count_steps(self):
         args = self.args
         if args.max_steps > 0:
             return args.max_steps
-        prompts = args.generation_size // args.num_generations
-        return max(1, math.ceil(args.num_train_epochs * len(self.train_rows) / prompts)) * self._updates_a_generation
+        generations = args.num_train_epochs * batches_an_epoch(len(self.train_rows), self._prompts_a_generation)
+        return max(1, math.ceil(generations)) * self._updates_a_generation
 
     def make_batch(self, step):
         metrics = {}
         place = step % self._updates_a_generation
         if place == 0:
             self._batch, metrics = self._generate(step // self._updates_a_generation)
-        size = len(self._batch) // self._slices
-        first = place % self._slices * size
-        rows = list(range(first, first + size))
+        micro_batches = self._batch.micro_batches(place % self._slices, self.args.max_tokens_per_batch)
         self._on_policy = place == 0
-        tokens = int(self._batch.completion_lengths[rows].sum())
-        return self._micro_batches(rows), metrics | {"step_tokens": tokens}
-
-    def _micro_batches(self, rows):
-        """The rows that count, cut by max_tokens_per_batch; those without a gradient apart, to run without the tape."""
-        batch, args = self._batch, self.args
-        lengths = np.where(batch.counted, batch.completion_lengths, 0)[rows]
-        weights = np.zeros(len(batch))
-        weights[rows] = token_weights(args.loss_type, lengths, args.max_completion_length)
-        counted = [row for row in rows if batch.counted[row]]
-        with_gradient = [row for row in counted if args.beta or batch.advantages[row] != 0]
-        without = [row for row in counted if row not in set(with_gradient)]
-        found = []
-        for chosen, has_gradient in ((with_gradient, True), (without, False)):
-            for part in batches_by_tokens([len(batch.sequences[row]) for row in chosen], args.max_tokens_per_batch):
-                part_rows = [chosen[i] for i in part]
-                found.append(_MicroBatch(part_rows, weights[part_rows], batch, has_gradient))
-        return found
+        return micro_batches, metrics | {"step_tokens": sum(rows.num_learnt for rows in micro_batches)}
 
     # ---- generation ----
 
     def _generate(self, generation: int):
         """Draw and score the generation batch number `generation`; returns it and its metrics."""
         args = self.args
-        picked = [self.train_rows[i] for i in self.sampler.take(args.generation_size // args.num_generations)]
+        picked = [self.train_rows[i] for i in self.sampler.take(self._prompts_a_generation)]
         with self.timer("generate"):
             samples = self.rollout.generate(
                 [ids for _, ids in picked],
                 args.sampling_params(n=args.num_generations),
                 [prompt_seed(args.seed, generation, place) for place in range(len(picked))],
+                self.raise_if_stopped,
             )
-        rows = [row for row, _ in picked for _ in range(args.num_generations)]
+        rows = [picked[group][0] for group in samples.groups]
         with self.timer("reward"), self.interruptible():
-            rewards, by_function = self.scorer(rows, samples)
-        advantages, mean, std = group_advantages(rewards, args.num_generations, args.scale_rewards)
-        self.num_tokens += sum(map(len, samples.prompt_ids)) + int(samples.lengths.sum())
+            rewards, by_function = self.scorer(rows, samples, self.tokenizer)
+        sizes = np.bincount(samples.groups, minlength=len(picked))
+        advantages, mean, std = group_advantages(rewards, sizes, args.scale_rewards)
+        batch = pack_samples(samples, rewards, advantages, args, self._slices, generation, self.model.dtype)
+        batch = batch.to(self.model.backend)
+        if self.reference is not None:
+            with self.timer("reference"):
+                batch.ref_logprobs = self._score(self.reference, batch)
+        self.num_tokens += sum(map(len, samples.token_ids))
         metrics = sample_metrics(samples) | self.scorer.metrics(by_function, rewards, mean, std)
-        shown = slice(0, args.num_generations)
+        self._show(rows[: sizes[0]], samples, rewards, by_function, advantages)
+        self._warn(samples, rewards)
+        return batch, metrics
+
+    def _show(self, rows: list[dict], samples: Samples, rewards, by_function, advantages):
+        """The first group into completions.jsonl, and its first completion on the screen if that is wanted."""
         if self.logger is not None:
             self.logger.log_completions(
-                self.global_step + 1, completion_rows(rows[shown], samples, self.scorer.names, by_function, advantages)
+                self.global_step + 1, completion_rows(rows, samples, self.scorer.names, by_function, advantages)
             )
-        if args.log_completions and (self.global_step + 1) % args.logging_steps == 0:
+        if self.args.log_completions and (self.global_step + 1) % self.args.logging_steps == 0:
             self.say(f"prompt {rows[0]['prompt']!r}\ncompletion {samples.texts[0]!r} reward {rewards[0]:g}")
-        self._warn(samples, rewards)
-        finite = np.array([bool(np.isfinite(logps).all()) for logps in samples.logprobs])
-        if not finite.all():
-            metrics["sampling/non_finite_rows"] = float((~finite).sum())
-            self.say(
-                f"step {self.global_step + 1}: {(~finite).sum()} completions have log-probabilities that are not "
-                "finite; left out"
-            )
-        counted = finite & ~(samples.truncated & args.mask_truncated_completions)
-        return self._keep(samples, advantages, counted, generation), metrics
 
     def _warn(self, samples: Samples, rewards: np.ndarray):
         """Say once what most often makes a run learn nothing: cut-off completions, and a reward that is never given."""
+        if failed := int(samples.failed.sum()):
+            self.say(
+                f"step {self.global_step + 1}: {failed} of {len(samples)} completions failed, since the model's "
+                "log-probabilities are not finite; left out"
+            )
         if not self._warned_cut and samples.truncated.mean() > 0.5:
             self._warned_cut = True
             self.say(
@@ -196,132 +194,103 @@ class GRPOTrainer(Trainer):
                 "look at completions.jsonl"
             )
 
-    def _keep(self, samples: Samples, advantages, counted, generation: int) -> GenerationBatch:
-        """The batch for training; shuffled if several updates share it, so that each sees samples of all prompts."""
-        order = np.arange(len(advantages))
-        if self._slices > 1:
-            order = np.random.default_rng([self.args.seed, generation]).permutation(len(order))
-        sequences = [samples.prompt_ids[i] + samples.completion_ids[i] for i in order]
-        prompt_lengths = np.array([len(samples.prompt_ids[i]) for i in order])
-        reference = None
-        if self.reference is not None:
-            with self.timer("reference"):
-                reference = self._score(self.reference, sequences, prompt_lengths)
-        return GenerationBatch(
-            sequences,
-            prompt_lengths,
-            [samples.logprobs[i] for i in order],
-            reference,
-            advantages[order],
-            counted[order],
-        )
-
-    def _score(self, model, sequences, prompt_lengths):
-        """Log-probabilities of the completion tokens by the training forward pass, a host array a row."""
-        scores = []
+    def _score(self, model, batch: PackedBatch):
+        """Log-probabilities of the learnt tokens by the training forward pass; they stay on the device."""
+        scores = model.backend.empty(batch.targets.shape, batch.logprobs.dtype)
         with no_grad():
-            for part in batches_by_tokens([len(ids) for ids in sequences], self.args.max_tokens_per_batch):
-                wanted = [np.arange(len(sequences[i])) >= prompt_lengths[i] for i in part]
-                logps, _ = target_logprobs(
-                    model, [sequences[i] for i in part], wanted, self.args.temperature, self.vocab_limit
-                )
-                scores += np.split(model.backend.to_numpy(logps.data), np.cumsum([mask.sum() for mask in wanted])[:-1])
+            for first, last in batch.cut(self.args.max_tokens_per_batch):
+                rows = Rows(batch, first, last)
+                logprobs, _ = packed_logprobs(model, rows.tokens, self.args.temperature)
+                rows.of(scores)[...] = logprobs.data
         return scores
 
     # ---- the loss ----
 
-    def compute_loss(self, micro_batch):
-        if not micro_batch.has_gradient:
-            with no_grad():
-                return self._loss(micro_batch)
-        return self._loss(micro_batch)
-
-    def _loss(self, micro_batch):
-        args, model, batch, rows = self.args, self.model, micro_batch.batch, micro_batch.rows
-        be = model.backend
-        lengths = batch.completion_lengths[rows]
-        dtype = be.accumulator(model.dtype)
-
-        def per_token(values):
-            return be.array(np.repeat(values, lengths), dtype)
-
-        def joined(arrays):
-            return be.array(np.concatenate([arrays[row] for row in rows]), dtype)
-
-        wanted = [np.arange(len(batch.sequences[row])) >= batch.prompt_lengths[row] for row in rows]
-        new, entropy = target_logprobs(
-            model, [batch.sequences[row] for row in rows], wanted, args.temperature, self.vocab_limit
-        )
-        old = joined(batch.old_logps)
-        by_sequence = args.importance_sampling_level == "sequence"
-        cu_seqlens = be.array(np.concatenate([[0], np.cumsum(lengths)]), np.int32) if by_sequence else None
-        loss, stats = policy_loss(
-            new,
-            old,
-            joined(batch.ref_logps) if batch.ref_logps else None,
-            per_token(batch.advantages[rows]),
-            per_token(micro_batch.weights),
-            kind=POLICY_KINDS[args.loss_type],
-            eps_low=args.epsilon,
-            eps_high=args.epsilon if args.epsilon_high is None else args.epsilon_high,
-            delta=args.delta,
-            beta=args.beta,
-            bias_kl=args.use_bias_correction_kl,
-            cu_seqlens=cu_seqlens,
-        )
-        extra = {"stats": stats, "entropy": entropy.data.sum()}
+    def compute_loss(self, rows: Rows):
+        with nullcontext() if rows.has_gradient else no_grad():
+            logprobs, entropy = packed_logprobs(self.model, rows.tokens, self.args.temperature)
+            loss, extra = self.policy_loss(logprobs, rows)
+        extra = extra | {"tokens": np.asarray(rows.num_learnt), "entropy": entropy.data.sum()}
         if self._on_policy:
-            log_ratio = new.data - old
+            log_ratio = logprobs.data - rows.logprobs
             extra |= {
                 "difference": abs(log_ratio).sum(),
-                "ratio": np.exp(log_ratio).sum(),
+                "ratio": np.exp(np.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO)).sum(),
                 "max/difference": abs(log_ratio).max(),
                 "max/log_ratio": log_ratio.max(),
                 "max/-log_ratio": (-log_ratio).max(),
             }
         return loss, extra
 
+    def policy_loss(self, logprobs, rows: Rows):
+        """The loss of some rows of an optimizer's batch, a scalar Tensor, and {name: array} for step_metrics.
+
+        logprobs: Tensor (N,), of the learnt tokens as the policy is now. rows has as arrays (N,) what belongs to them:
+        advantages, weights (how loss_type averages; they sum over all passes of the batch), logprobs (the sampler's),
+        ref_logprobs (None unless beta). Losses of the passes are added up. Override it for another loss.
+        """
+        args = self.args
+        loss, stats = policy_loss(
+            logprobs,
+            rows.logprobs,
+            rows.ref_logprobs,
+            rows.advantages,
+            rows.weights,
+            kind=POLICY_KINDS[args.loss_type],
+            eps_low=args.epsilon,
+            eps_high=args.epsilon if args.epsilon_high is None else args.epsilon_high,
+            delta=args.delta,
+            beta=args.beta,
+            bias_kl=args.use_bias_correction_kl,
+            cu_seqlens=rows.cu_learnt if args.importance_sampling_level == "sequence" else None,
+        )
+        return loss, {"stats": stats}
+
     def step_metrics(self, sums):
         if not sums:  # nothing counted
             return {}
-        low, high, units, kl, tokens = sums["stats"]
-        tokens, units = max(tokens, 1.0), max(units, 1.0)
+        tokens = max(float(sums["tokens"]), 1.0)
         metrics = {"entropy": float(sums["entropy"] / tokens)}
-        if self.args.beta:
-            metrics["kl"] = kl / tokens
-        if self.args.loss_type == "cispo":
-            metrics["cispo_clip_ratio"] = high / units
-        else:
-            metrics |= {
-                "clip_ratio/low_mean": low / units,
-                "clip_ratio/high_mean": high / units,
-                "clip_ratio/region_mean": (low + high) / units,
-            }
+        if "stats" in sums:
+            metrics |= self._loss_metrics(dict(zip(STATS, sums["stats"].tolist(), strict=True)), tokens)
         if "difference" in sums:
+            low, high = np.exp(np.clip([-sums["max/-log_ratio"], sums["max/log_ratio"]], -MAX_LOG_RATIO, MAX_LOG_RATIO))
             metrics |= {
                 "sampling/sampling_logp_difference/mean": float(sums["difference"] / tokens),
                 "sampling/sampling_logp_difference/max": float(sums["max/difference"]),
                 "sampling/importance_sampling_ratio/mean": float(sums["ratio"] / tokens),
-                "sampling/importance_sampling_ratio/min": math.exp(-sums["max/-log_ratio"]),
-                "sampling/importance_sampling_ratio/max": math.exp(sums["max/log_ratio"]),
+                "sampling/importance_sampling_ratio/min": float(low),
+                "sampling/importance_sampling_ratio/max": float(high),
             }
         return metrics
+
+    def _loss_metrics(self, stats: dict, tokens: float) -> dict:
+        """The kl, the shares of clipped tokens (or sequences), and how many tokens had a log-ratio beyond the bound."""
+        low, high = (stats[name] / max(stats["clip_count"], 1.0) for name in ("clip_low", "clip_high"))
+        metrics = {"sampling/extreme_log_ratios": stats["extreme"]}
+        if self.args.beta:
+            metrics["kl"] = stats["kl"] / tokens
+        if self.args.loss_type == "cispo":
+            return metrics | {"cispo_clip_ratio": high}
+        return metrics | {
+            "clip_ratio/low_mean": low,
+            "clip_ratio/high_mean": high,
+            "clip_ratio/region_mean": low + high,
+        }
 
     def weights_changed(self):
         self.rollout.weights_changed()
 
     def after_update(self):
         if self.args.sync_ref_model and (self.global_step + 1) % self.args.ref_model_sync_steps == 0:
-            alpha = self.args.ref_model_mixup_alpha
-            for mine, frozen in zip(self.model.parameters(), self.reference.parameters(), strict=True):
-                frozen.data[...] = (alpha * mine.data + (1 - alpha) * frozen.data).astype(frozen.dtype)
+            self.reference.store.mix_from(self.model.store, self.args.ref_model_mixup_alpha)
 
     # ---- evaluation, checkpoints ----
 
     def run_evaluation(self):
         """Greedy completions of eval_dataset (num_generations_eval: that many sampled ones) and their rewards.
 
-        eval/accuracy is the share of completions whose first reward is at least 1.
+        eval/accuracy: see rewarding.accuracy; eval/frac_reward_none is the share of completions left out of it.
         """
         args, started = self.args, time.perf_counter()
         count, seeds = args.num_generations_eval or 1, None
@@ -330,30 +299,22 @@ class GRPOTrainer(Trainer):
             sampling.temperature = 0.0
         else:
             seeds = [prompt_seed(args.seed, EVALUATION, place) for place in range(len(self.eval_rows))]
-        samples = self.rollout.generate([ids for _, ids in self.eval_rows], sampling, seeds)
-        rows = [row for row, _ in self.eval_rows for _ in range(count)]
+        samples = self.rollout.generate([ids for _, ids in self.eval_rows], sampling, seeds, self.raise_if_stopped)
+        rows = [self.eval_rows[group][0] for group in samples.groups]
         with self.interruptible():
-            rewards, by_function = self.scorer(rows, samples)
+            rewards, by_function = self.scorer(rows, samples, self.tokenizer)
         if self.logger is not None:
-            shown = slice(0, 32)
-            self.logger.log_completions(
-                self.global_step, completion_rows(rows[shown], samples, self.scorer.names, by_function)
-            )
-        return {
-            "eval/accuracy": float(np.mean(by_function[:, 0] >= 1)),
-            "eval/reward": nan_mean(rewards),
-            **{f"eval/rewards/{name}/mean": nan_mean(by_function[:, i]) for i, name in enumerate(self.scorer.names)},
-            "eval/length": float(samples.lengths.mean()),
-            "eval/clipped_ratio": float(samples.truncated.mean()),
-            "eval/runtime": time.perf_counter() - started,
-        }
+            shown = completion_rows(rows[:32], samples, self.scorer.names, by_function)
+            self.logger.log_completions(self.global_step, shown)
+        metrics = evaluation_metrics(self.scorer.names, samples, rewards, by_function)
+        return metrics | {"eval/runtime": time.perf_counter() - started}
 
     def method_state(self):
         arrays = {}
         if self.global_step % self._updates_a_generation:
             arrays |= {f"batch.{name}": value for name, value in self._batch.to_arrays().items()}
         if self.args.sync_ref_model:
-            arrays |= {f"reference.{parameter.name}": parameter.data for parameter in self.reference.parameters()}
+            arrays |= {f"reference.{name}": value for name, value in self.reference.parts().items()}
         return arrays, {"updates_a_generation": self._updates_a_generation}
 
     def load_method_state(self, arrays, values):
@@ -363,15 +324,18 @@ class GRPOTrainer(Trainer):
                 f"{self._updates_a_generation}; resume with the same num_iterations and steps_per_generation"
             )
         batch = {name.removeprefix("batch."): value for name, value in arrays.items() if name.startswith("batch.")}
-        self._batch = GenerationBatch.from_arrays(batch) if batch else None
-        for parameter in self.reference.parameters() if self.args.sync_ref_model else ():
-            parameter.data[...] = self.model.backend.array(arrays[f"reference.{parameter.name}"], parameter.dtype)
+        self._batch = PackedBatch.from_arrays(batch).to(self.model.backend) if batch else None
+        if self.args.sync_ref_model:
+            parts = {name.removeprefix("reference."): x for name, x in arrays.items() if name.startswith("reference.")}
+            _load_parts(self.reference, parts)
 
 
-def _frozen_copy(model: Decoder) -> Decoder:
-    """The same weights in other memory, never trained."""
-    copy = Decoder(model.config, model.backend, model.dtype)
-    for mine, other in zip(model.parameters(), copy.parameters(), strict=True):
-        other.data[...] = mine.data
-        other.requires_grad = False
-    return copy
+def _load_parts(model: Decoder, parts: dict) -> None:
+    """Weights under Hugging Face's names, or under this model's own as older checkpoints have them."""
+    own = model.parts()
+    if own.keys() != parts.keys():
+        own = {name: parameter.data for name, parameter in model.named_parameters().items()}
+    if own.keys() != parts.keys():
+        raise ValueError("the checkpoint holds another reference model, or none: resume without sync_ref_model")
+    for name, view in own.items():
+        view[...] = model.backend.array(parts[name], view.dtype)

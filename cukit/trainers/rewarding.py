@@ -27,20 +27,26 @@ class RewardScorer:
             name = reward_name(function)
             self.names.append(name if name not in self.names else f"{name}_{len(self.names)}")
 
-    def __call__(self, rows: list[dict], samples: Samples) -> tuple[np.ndarray, np.ndarray]:
+    def __call__(self, rows: list[dict], samples: Samples, tokenizer=None) -> tuple[np.ndarray, np.ndarray]:
         """rows: the data row of each completion. Returns the weighted sums (rows,) and all values (rows, functions).
 
-        NaN stands for None."""
+        NaN stands for None. A completion that failed is no answer: no reward is asked about it, its values are NaN.
+        With a tokenizer, rewards get the prompts as rendered (prompt_text), special tokens included.
+        """
+        values = np.full((len(rows), len(self.functions)), np.nan)
+        answered = np.flatnonzero(~samples.failed)
+        if len(answered) < len(rows):
+            rows, samples = [rows[i] for i in answered], samples.rows(answered)
         prompts = [row["prompt"] for row in rows]
         completions = [
             [{"role": "assistant", "content": text}] if is_conversational(prompt) else text
             for prompt, text in zip(prompts, samples.texts, strict=True)
         ]
+        given = {"prompt_ids": samples.prompt_ids, "prompt_text": prompt_texts(samples, tokenizer)}
         columns = reward_columns(rows)
-        values = np.empty((len(rows), len(self.functions)))
-        for index, (function, name) in enumerate(zip(self.functions, self.names, strict=True)):
-            found = call_reward(function, name, prompts, completions, samples.completion_ids, columns)
-            values[:, index] = [np.nan if value is None else value for value in found]
+        for index, (function, name) in enumerate(zip(self.functions, self.names, strict=True) if rows else ()):
+            found = call_reward(function, name, prompts, completions, samples.completion_ids, columns, **given)
+            values[answered, index] = np.array(found, np.float64)  # None becomes NaN
         return combine_rewards(values, self.weights), values
 
     def metrics(self, by_function: np.ndarray, rewards: np.ndarray, mean: np.ndarray, std: np.ndarray) -> dict:
@@ -48,7 +54,7 @@ class RewardScorer:
         found = {
             "reward": nan_mean(mean),
             "reward_std": float(np.mean(std)),
-            "frac_reward_zero_std": float(np.mean(np.isclose(std, 0))),
+            "frac_reward_zero_std": float(np.mean(std == 0)),
             "frac_reward_none": float(np.mean(np.isnan(rewards))),
         }
         for index, name in enumerate(self.names):
@@ -58,11 +64,42 @@ class RewardScorer:
         return found
 
 
+def prompt_texts(samples: Samples, tokenizer) -> list[str] | None:
+    """The rendered prompt of each row, each decoded once a group; None without a tokenizer."""
+    if tokenizer is None:
+        return None
+    texts: dict[int, str] = {}
+    for group, ids in zip(samples.groups.tolist(), samples.prompt_ids, strict=True):
+        if group not in texts:
+            texts[group] = tokenizer.decode(ids, skip_special_tokens=False)
+    return [texts[group] for group in samples.groups.tolist()]
+
+
+def accuracy(first_reward: np.ndarray, failed: np.ndarray) -> tuple[float, float]:
+    """(share of completions whose first reward is at least 1, share of completions left out of that).
+
+    Left out are completions to which the reward does not apply (NaN). One that failed is wrong. NaN where nothing is
+    left.
+    """
+    applies = ~np.isnan(first_reward) | failed
+    return nan_mean(np.where(failed, 0.0, first_reward >= 1)[applies]), float(np.mean(~applies))
+
+
+def evaluation_metrics(names: list[str], samples: Samples, rewards: np.ndarray, by_function: np.ndarray) -> dict:
+    """What an evaluation says, under eval/: training and `cukit eval` both take it from here."""
+    failed = samples.failed
+    share, left_out = accuracy(by_function[:, 0], failed)
+    found = {"eval/accuracy": share, "eval/frac_reward_none": left_out, "eval/reward": nan_mean(rewards)}
+    found |= {f"eval/rewards/{name}/mean": nan_mean(by_function[:, i]) for i, name in enumerate(names)}
+    found |= {"eval/length": float(samples.lengths.mean()), "eval/clipped_ratio": float(samples.truncated.mean())}
+    return found | ({"eval/error_rows": int(failed.sum())} if failed.any() else {})
+
+
 def sample_metrics(samples: Samples) -> dict:
-    """Lengths of all completions and of those that ended by themselves, and the share cut off."""
-    lengths, truncated = samples.lengths, samples.truncated
+    """Lengths of all completions and of those that ended by themselves, the share cut off, and how many failed."""
+    lengths, truncated, failed = samples.lengths, samples.truncated, samples.failed
     terminated = lengths[~truncated] if not truncated.all() else np.zeros(1)
-    found = {"completions/clipped_ratio": float(truncated.mean())}
+    found = {"completions/clipped_ratio": float(truncated.mean()), "sampling/error_rows": int(failed.sum())}
     for name, values in (("length", lengths), ("terminated_length", terminated)):
         found |= {
             f"completions/mean_{name}": float(values.mean()),
@@ -81,9 +118,8 @@ def completion_rows(
         entry = {"prompt": row["prompt"], "completion": samples.texts[index]}
         entry |= {f"rewards/{name}": by_function[index, i] for i, name in enumerate(names)}
         entry |= {} if advantages is None else {"advantage": advantages[index]}
-        found.append(
-            entry | {"finish_reason": samples.finish_reasons[index], "length": len(samples.completion_ids[index])}
-        )
+        length = len(samples.token_ids[index]) - int(samples.prompt_lengths[index])
+        found.append(entry | {"finish_reason": samples.finish_reasons[index], "length": length})
     return found
 
 

@@ -1,54 +1,104 @@
-"""Completions for reinforcement learning: the engine on the trainer's weights, and the batch that training keeps."""
+"""Completions for reinforcement learning: the engine on the trainer's weights, and what it drew as arrays."""
 
 from __future__ import annotations
 
 import hashlib
 import struct
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
 from ..engine.config import SamplingParams
 from ..engine.llm import LLM
+from .advantage import token_weights
+from .batch import FINISH_REASONS, PackedBatch
 
 
 @dataclass
 class Samples:
-    """Rows of completions, the n of a prompt side by side. Ids are the engine's own, never text tokenised again."""
+    """Rows of completions, those of a prompt side by side. Ids are the engine's own, never text tokenised again."""
 
-    prompt_ids: list[list[int]]
-    completion_ids: list[list[int]]  # the stop token included
-    logprobs: list[np.ndarray]  # float32, of each completion token at the moment it was drawn
+    token_ids: list[np.ndarray]  # int32, prompt and completion, the stop token included
+    prompt_lengths: np.ndarray  # (rows,) int32
+    groups: np.ndarray  # (rows,) int32, the place of the row's prompt among the prompts
+    logprobs: list[np.ndarray]  # of each completion token at the moment it was drawn; empty unless asked for
     finish_reasons: list[str]
     texts: list[str]  # without special tokens and stop strings
 
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
     @property
     def lengths(self) -> np.ndarray:
-        return np.array([len(ids) for ids in self.completion_ids], np.int64)
+        """(rows,) tokens of each completion."""
+        return np.fromiter(map(len, self.token_ids), np.int64, len(self)) - self.prompt_lengths
+
+    @cached_property
+    def prompt_ids(self) -> list[list[int]]:
+        """The prompt of each row as rewards get it; rows of a prompt share a list."""
+        prompts: dict[int, list[int]] = {}
+        for group, ids, length in zip(self.groups.tolist(), self.token_ids, self.prompt_lengths, strict=True):
+            if group not in prompts:
+                prompts[group] = ids[:length].tolist()
+        return [prompts[group] for group in self.groups.tolist()]
+
+    @cached_property
+    def completion_ids(self) -> list[list[int]]:
+        """The completion of each row as rewards get it."""
+        return [ids[length:].tolist() for ids, length in zip(self.token_ids, self.prompt_lengths, strict=True)]
 
     @property
     def truncated(self) -> np.ndarray:
         """(rows,) bool: not ended by a stop token or string."""
         return np.array([reason != "stop" for reason in self.finish_reasons], bool)
 
+    @property
+    def failed(self) -> np.ndarray:
+        """(rows,) bool: ended because the model's numbers were not finite."""
+        finite = np.fromiter((np.isfinite(values).all() for values in self.logprobs), bool, len(self))
+        return np.array([reason == "error" for reason in self.finish_reasons], bool) | ~finite
+
+    def rows(self, chosen) -> Samples:
+        """Those of the given places only."""
+        chosen = np.asarray(chosen)
+        lists = (self.token_ids, self.logprobs, self.finish_reasons, self.texts)
+        token_ids, logprobs, reasons, texts = ([values[i] for i in chosen.tolist()] for values in lists)
+        return Samples(token_ids, self.prompt_lengths[chosen], self.groups[chosen], logprobs, reasons, texts)
+
 
 class Rollout:
-    """An engine that shares the trainer's weights. Call weights_changed() after every update."""
+    """An engine that shares the trainer's weights. Call weights_changed() after every update.
 
-    def __init__(self, model, tokenizer, **engine_options):
-        self.llm = LLM.from_model(model, tokenizer, **engine_options)
+    sleeps: the KV cache is given back between rollouts, for the memory that training needs.
+    """
 
-    def generate(self, prompts: list[list[int]], sampling: SamplingParams, seeds: list[int] | None = None) -> Samples:
-        """sampling.n completions of each prompt. seeds: one a prompt (sample j adds j); None for greedy."""
-        params = [_seeded(sampling, None if seeds is None else seeds[i]) for i in range(len(prompts))]
-        samples = Samples([], [], [], [], [])
-        for prompt, request in zip(prompts, self.llm.generate(prompts, params), strict=True):
-            for output in request.outputs:
-                samples.prompt_ids.append(prompt)
-                samples.completion_ids.append(list(output.token_ids))
-                samples.logprobs.append(np.array(output.logprobs or [], np.float32))
-                samples.finish_reasons.append(output.finish_reason)
-                samples.texts.append(output.text)
+    def __init__(self, model, tokenizer, sleeps: bool = False, **engine_options):
+        self.llm, self.sleeps = LLM.from_model(model, tokenizer, **engine_options), sleeps
+
+    def generate(
+        self,
+        prompts: list,
+        sampling: SamplingParams,
+        seeds: list[int] | None = None,
+        between_steps: Callable[[], None] | None = None,
+    ) -> Samples:
+        """sampling.n completions of each prompt (ids). seeds: one a prompt (sample j adds j); None for greedy.
+
+        between_steps is called after every engine step; if it raises, no request is left behind. ValueError if the
+        model's numbers are finite in no completion at all.
+        """
+        params = [replace(sampling, seed=None if seeds is None else seeds[i]) for i in range(len(prompts))]
+        self.llm.wake_up()
+        samples = _samples(self.llm, _run(self.llm, prompts, params, between_steps))
+        if self.sleeps:
+            self.llm.sleep()
+        if len(samples) and samples.failed.all():
+            raise ValueError(
+                f"the model's logits are not finite in any of {len(samples)} completions: its weights are damaged; go "
+                "back to an earlier checkpoint, with a lower learning_rate if they broke in training"
+            )
         return samples
 
     def weights_changed(self):
@@ -56,57 +106,76 @@ class Rollout:
         self.llm.reset_prefix_cache()
 
 
-def _seeded(sampling: SamplingParams, seed: int | None) -> SamplingParams:
-    values = {name: getattr(sampling, name) for name in sampling.__dataclass_fields__}
-    return SamplingParams(**(values | {"seed": seed}))
+def _run(llm, prompts, params, between_steps) -> list:
+    """Finished requests, in the order of the prompts."""
+    requests = []
+    try:
+        for prompt, one in zip(prompts, params, strict=True):
+            requests.append(llm.add_request(prompt, one))
+        while not all(request.finished for request in requests):
+            llm.step()
+            if between_steps is not None:
+                between_steps()
+    finally:
+        for request in requests:
+            llm.abort(request.request_id)
+    return requests
+
+
+def _samples(llm, requests) -> Samples:
+    """What finished requests hold."""
+    sequences = [sequence for request in requests for sequence in request.sequences]
+    counts = [len(request.sequences) for request in requests]
+    return Samples(
+        [np.asarray(sequence.token_ids, np.int32) for sequence in sequences],
+        np.array([sequence.prompt_length for sequence in sequences], np.int32),
+        np.repeat(np.arange(len(requests), dtype=np.int32), counts),
+        [np.asarray(sequence.logprobs) for sequence in sequences],
+        [sequence.finish_reason for sequence in sequences],
+        [llm.text_of(sequence) for sequence in sequences],
+    )
+
+
+def pack_samples(samples: Samples, rewards, advantages, args, num_slices: int, generation: int, dtype) -> PackedBatch:
+    """The generation batch as training takes it, in num_slices batches of the optimizer; args: GRPOConfig.
+
+    Rows are shuffled if several updates share the batch, so that each sees samples of all prompts. Within an update
+    rows with a gradient come first, then those without. Rows that failed, and cut ones if mask_truncated_completions
+    says so, are no part of it: nothing computes with them, and the loss counts them as empty rows.
+    """
+    dtype = np.float64 if dtype == np.float64 else np.float32
+    counted = ~samples.failed & ~(samples.truncated & args.mask_truncated_completions)
+    has_gradient = (advantages.astype(dtype) != 0) | bool(args.beta)
+    order = np.arange(len(samples))
+    if num_slices > 1:
+        order = np.random.default_rng([args.seed, generation]).permutation(len(order))
+    lengths, weights, chosen, borders = samples.lengths, np.zeros(len(samples)), [], [0]
+    for part in np.split(order, np.arange(1, num_slices) * len(order) // num_slices):
+        if len(part):
+            learnt = np.where(counted, lengths, 0)[part]
+            weights[part] = token_weights(args.loss_type, learnt, args.max_completion_length)
+        part = part[counted[part]]
+        chosen += [part[has_gradient[part]], part[~has_gradient[part]]]
+        borders.append(borders[-1] + len(part))
+    chosen = np.concatenate(chosen)
+    kept, learnt = samples.rows(chosen), lengths[chosen]
+    runs = np.stack([kept.prompt_lengths, learnt], axis=1).ravel()  # of prompt tokens and completion tokens in turn
+    return PackedBatch.build(
+        kept.token_ids,
+        np.repeat(np.tile([False, True], len(chosen)), runs),
+        borders,
+        weights=np.repeat(weights[chosen], learnt).astype(dtype),
+        logprobs=np.concatenate([*kept.logprobs, np.zeros(0, dtype)]).astype(dtype),
+        advantages=np.repeat(advantages[chosen], learnt).astype(dtype),
+        has_gradient=has_gradient[chosen],
+        prompt_lengths=kept.prompt_lengths,
+        rewards=rewards[chosen],
+        finish_reasons=np.array([FINISH_REASONS.index(reason) for reason in kept.finish_reasons], np.int8),
+        groups=kept.groups,
+    )
 
 
 def prompt_seed(run_seed: int, step: int, row: int) -> int:
     """hash(run seed, step, prompt row), 62 bits: the same on every machine, and room for the samples' + j."""
     digest = hashlib.blake2b(struct.pack("<QQQ", run_seed, step, row), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 2
-
-
-@dataclass
-class GenerationBatch:
-    """What training needs of a generation batch, one row a completion."""
-
-    sequences: list[list[int]]  # prompt and completion
-    prompt_lengths: np.ndarray  # (rows,)
-    old_logps: list[np.ndarray]  # per row, (completion length,)
-    ref_logps: list[np.ndarray] | None
-    advantages: np.ndarray  # (rows,)
-    counted: np.ndarray  # (rows,) bool: takes part in the loss
-
-    def __len__(self):
-        return len(self.sequences)
-
-    @property
-    def completion_lengths(self) -> np.ndarray:
-        return np.array([len(ids) for ids in self.sequences], np.int64) - self.prompt_lengths
-
-    def to_arrays(self) -> dict[str, np.ndarray]:
-        """The batch as flat arrays, for a checkpoint in the middle of a generation batch."""
-        arrays = {
-            "tokens": np.concatenate(self.sequences).astype(np.int32),
-            "lengths": np.array([len(ids) for ids in self.sequences]),
-            "prompt_lengths": np.asarray(self.prompt_lengths),
-            "old_logps": np.concatenate(self.old_logps),
-            "advantages": self.advantages,
-            "counted": self.counted.astype(np.uint8),
-        }
-        return arrays if self.ref_logps is None else arrays | {"ref_logps": np.concatenate(self.ref_logps)}
-
-    @classmethod
-    def from_arrays(cls, arrays: dict[str, np.ndarray]) -> GenerationBatch:
-        lengths, prompt_lengths = arrays["lengths"], arrays["prompt_lengths"]
-        borders = np.cumsum(lengths - prompt_lengths)[:-1]
-        ref = np.split(arrays["ref_logps"], borders) if "ref_logps" in arrays else None
-        return cls(
-            [ids.tolist() for ids in np.split(arrays["tokens"], np.cumsum(lengths)[:-1])],
-            prompt_lengths,
-            np.split(arrays["old_logps"], borders),
-            ref,
-            arrays["advantages"],
-            arrays["counted"].astype(bool),
-        )

@@ -3,38 +3,29 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import numpy as np
 
 from ..autograd import no_grad
 from ..backend import backend_for
 from ..datasets.demonstrations import encode_sft_rows
-from ..datasets.sampler import pack
+from ..datasets.sampler import batches_an_epoch, pack
 from ..models.decoder import Decoder
-from ..models.logprobs import batches_by_tokens
-from ..models.logprobs import pack as pack_sequences
+from ..models.logprobs import predicting_states
 from ..models.weights import load_config
-from ..ops import index_rows, lm_head_logprobs
+from ..ops import lm_head_logprobs
+from .batch import PackedBatch, Rows
 from .trainer import Trainer
-
-
-@dataclass
-class _Examples:
-    """One micro-batch: token ids and masks of whole demonstrations, and the weight of each learnt token in the loss."""
-
-    sequences: list[list[int]]
-    masks: list[list[int]]
-    weight: float
 
 
 class SFTTrainer(Trainer):
     """SFTTrainer(model="folder", args=SFTConfig(…), train_dataset=rows).train(); also .evaluate(), .save_model(folder)
 
-    Rows as cukit.data says. The loss is on what the assistant says (completion_only_loss=False: on everything).
-    Sequences are always packed without padding and never see one another. `packing` makes a training row of as many
-    whole demonstrations as fit in max_length tokens. The loss is a mean over the learnt tokens of the whole optimizer
-    batch, however it is split. init_from_config starts from random weights (seed) of the folder's config.json.
+    Rows as cukit.datasets.sources says. The loss is on what the assistant says (completion_only_loss=False: on
+    everything). Sequences are always packed without padding and never see one another. `packing` makes a training row
+    of as many whole demonstrations as fit in max_length tokens. An epoch is each row once: its last batch may be
+    smaller. The loss is a mean over the learnt tokens of the whole optimizer batch, however it is split.
+    init_from_config starts from random weights (seed) of the folder's config.json.
     """
 
     label = "sft"
@@ -47,13 +38,18 @@ class SFTTrainer(Trainer):
         return model
 
     def prepare_rows(self, rows, name):
-        """A list of rows to draw from, each a list of (ids, mask): one demonstration, or several with `packing`."""
+        """A list of rows to draw from, each a list of (ids, mask): one demonstration, or several with `packing`.
+
+        ids int32 and mask bool are arrays (length,).
+        """
         field = self.args.dataset_text_field
         if field != "text":
             rows = [{**row, "text": row[field]} if field in row else row for row in rows]
         limit = min(self.args.max_length, self.model.config.max_position_embeddings)
         try:
-            examples, counts = encode_sft_rows(rows, self.tokenizer, limit, self.args.chat_template_kwargs)
+            examples, counts = encode_sft_rows(
+                rows, self.tokenizer, limit, self.args.chat_template_kwargs, self.model.config.vocab_size
+            )
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
         for what, count in counts.items():
@@ -64,6 +60,7 @@ class SFTTrainer(Trainer):
                 )
         if self.args.completion_only_loss is False:
             examples = [(ids, [1] * len(ids)) for ids, _ in examples]
+        examples = [(np.asarray(ids, np.int32), np.asarray(mask, bool)) for ids, mask in examples]
         if self.args.packing and name == "train_dataset":
             return [
                 [examples[i] for i in chosen]
@@ -74,46 +71,40 @@ class SFTTrainer(Trainer):
     def count_steps(self):
         if self.args.max_steps > 0:
             return self.args.max_steps
-        return max(1, math.ceil(self.args.num_train_epochs * len(self.train_rows) / self._rows_a_step()))
+        epoch = batches_an_epoch(len(self.train_rows), self._rows_a_step())
+        return max(1, math.ceil(self.args.num_train_epochs * epoch))
 
     def _rows_a_step(self):
         return self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps
 
     def make_batch(self, step):
         chosen = self.sampler.take(self._rows_a_step())
-        examples = [example for row in chosen for example in self.train_rows[row]]
-        tokens = sum(len(ids) for ids, _ in examples)
-        self.num_tokens += tokens
-        return list(self._micro_batches(examples)), {"step_tokens": tokens}
+        batch = self._pack([example for row in chosen for example in self.train_rows[row]])
+        self.num_tokens += batch.num_tokens
+        return batch.micro_batches(0, self.args.max_tokens_per_batch), {"step_tokens": batch.num_tokens}
 
-    def _micro_batches(self, examples):
-        learnt = sum(sum(mask[1:]) for _, mask in examples)
-        for batch in batches_by_tokens([len(ids) for ids, _ in examples], self.args.max_tokens_per_batch):
-            yield _Examples([examples[i][0] for i in batch], [examples[i][1] for i in batch], 1.0 / max(learnt, 1))
+    def _pack(self, examples) -> PackedBatch:
+        """Demonstrations as a batch on the device, each learnt token with the weight of a mean over all of them."""
+        be = self.model.backend
+        batch = PackedBatch.build([ids for ids, _ in examples], np.concatenate([mask for _, mask in examples]))
+        count = len(batch.targets)
+        batch.weights = np.full(count, 1.0 / max(count, 1), be.accumulator(self.model.dtype))
+        return batch.to(be)
 
-    def compute_loss(self, micro_batch):
-        model, be = self.model, self.model.backend
-        tokens, positions, attend = pack_sequences(model, micro_batch.sequences)
-        # the first token has nothing before it; the token at row t is predicted by the hidden state of row t − 1
-        learnt = np.concatenate([[False, *map(bool, mask[1:])] for mask in micro_batch.masks])
-        rows = be.array(np.flatnonzero(learnt).astype(np.int32))
-        hidden = index_rows(model.forward(tokens, positions, attend), rows - 1)
-        logprobs, entropy = lm_head_logprobs(hidden, model.lm_head.weight, tokens[rows], 1.0, self.tokenizer_limit)
-        loss = logprobs.sum() * -micro_batch.weight
-        return loss, {
+    def compute_loss(self, rows: Rows):
+        tokens = rows.tokens
+        hidden = predicting_states(self.model, tokens)
+        head = self.model.lm_head.weight
+        logprobs, entropy = lm_head_logprobs(hidden, head, tokens.targets, 1.0, self.model.vocab_size)
+        return -(logprobs * rows.weights).sum(), {
             "entropy": entropy.data.sum(),
-            "learnt": np.asarray(len(rows)),
-            "correct": self._count_correct(hidden.data, tokens[rows]),
+            "learnt": np.asarray(rows.num_learnt),
+            "correct": self._count_correct(hidden.data, tokens.targets),
         }
-
-    @property
-    def tokenizer_limit(self):
-        """Ids the tokenizer does not have are left out of the normaliser, as they are in sampling."""
-        return min(self.tokenizer.vocab_size, self.model.config.vocab_size)
 
     def _count_correct(self, hidden, targets, chunk_rows=4096):
         """How many targets are the most probable token (an extra product with the head, without the tape)."""
-        be, head, limit = self.model.backend, self.model.lm_head.weight.data, self.tokenizer_limit
+        be, head, limit = self.model.backend, self.model.lm_head.weight.data, self.model.vocab_size
         starts = range(0, len(targets), chunk_rows)
         parts = [slice(start, start + chunk_rows) for start in starts]
         return sum(
@@ -127,9 +118,11 @@ class SFTTrainer(Trainer):
     def run_evaluation(self):
         """eval/loss, eval/mean_token_accuracy, eval/entropy: means over all learnt tokens of eval_dataset."""
         be, total = self.model.backend, {}
+        batch = self._pack([example for row in self.eval_rows for example in row])
         with no_grad():
-            for micro_batch in self._micro_batches([example for row in self.eval_rows for example in row]):
-                loss, extra = self.compute_loss(micro_batch)
+            for rows in batch.micro_batches(0, self.args.max_tokens_per_batch):
+                self.raise_if_stopped()
+                loss, extra = self.compute_loss(rows)
                 for name, value in (extra | {"loss": loss.data}).items():
                     total[name] = total.get(name, 0.0) + float(be.to_numpy(value))
         return {"eval/loss": total.pop("loss")} | {

@@ -63,6 +63,7 @@ class Trainer(ABC):
         if not isinstance(model, Decoder):
             model = self.load_model(model, device, dtype)
         model.gradient_checkpointing = args.gradient_checkpointing
+        model.limit_vocabulary(self.tokenizer.vocab_size)
         self.models = {POLICY: TrainedModel(POLICY, model)}
         self.train_rows, self.eval_rows = self.prepare_rows(load_rows(train_dataset), "train_dataset"), []
         self.sampler = EpochSampler(len(self.train_rows), args.seed, args.shuffle_dataset)

@@ -140,9 +140,10 @@ def test_workloads_count_their_tokens():
 def test_a_training_step_counts_its_tokens():
     options = TrainBench(model="qwen3-0.6b", device="cpu", max_tokens_per_batch=16 * 712)
     step = make_step(options, choose_subject(options), 1.0)
-    assert (step.tokens, step.completion_tokens, len(step.batches)) == (32 * 712, 32 * 512, 2)
-    sequences, wanted = step.batches[0]
-    assert len(sequences) == 16 and len(sequences[0]) == 712 and wanted[0].sum() == 512 and wanted[0][-512:].all()
+    assert (step.tokens, step.completion_tokens, len(step.micro_batches)) == (32 * 712, 32 * 512, 2)
+    rows = step.micro_batches[0]
+    assert len(rows) == 16 and len(rows.tokens.ids) == 16 * 712 and rows.num_learnt == 16 * 512
+    assert rows.tokens.predictors[:512].tolist() == list(range(199, 711))
 
 
 # ---- clocks ----------------------------------------------------------------------------------------------------------

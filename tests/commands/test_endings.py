@@ -277,10 +277,20 @@ def test_c13_eval_warns_when_completions_are_cut_and_counts_what_the_reward_left
     assert cukit_cli.main(argv) == 0
     assert "warning: 100% of the completions were cut off at max_tokens=1" in capsys.readouterr().err
     scores = np.array([[1.0], [np.nan], [0.0], [np.nan], [1.0]])
-    lines = report(make(EvalOptions, {"data": "d"}), ["r"], scores, np.ones(5), np.zeros(5, bool), 1.0)
+    lines = report(
+        make(EvalOptions, {"data": "d"}), ["r"], scores, np.zeros(5, bool), np.ones(5), np.zeros(5, bool), 1.0
+    )
     assert lines[0] == "accuracy 0.6667 (2 of 3; the reward did not apply to 2 more; d)"
     with pytest.raises(ValueError, match="applies to no row of d"):
-        report(make(EvalOptions, {"data": "d"}), ["r"], scores * np.nan, np.ones(5), np.zeros(5, bool), 1.0)
+        report(
+            make(EvalOptions, {"data": "d"}),
+            ["r"],
+            scores * np.nan,
+            np.zeros(5, bool),
+            np.ones(5),
+            np.zeros(5, bool),
+            1.0,
+        )
 
 
 # ---- dry runs --------------------------------------------------------------------------------------------------------

@@ -1,7 +1,5 @@
 """Rows, masks, packing, sampling; the bundled task is what its script writes."""
 
-import json
-import random
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from cukit.datasets.demonstrations import encode_prompt, encode_sft, encode_sft_rows
-from cukit.datasets.sampler import EpochSampler, pack
 from cukit.datasets.sources import load_rows, prompt_of, prompt_rows, reward_columns
 from cukit.tokenizer import Tokenizer
 
@@ -209,48 +206,6 @@ def test_truncation_counts_and_skips(tiny):
     assert ids == tiny.encode("1" * 9) and mask == [0] * 9
     with pytest.raises(ValueError, match="max_length=9 cuts off every completion of the 1 rows"):
         encode_sft_rows(rows[:1], tiny, max_length=9)
-
-
-# ---- batches ----
-
-
-def test_pack():
-    rng = random.Random(0)
-    for count, limit in [(0, 5), (1, 7), (97, 31), (1000, 256)]:
-        lengths = [rng.randint(1, limit) for _ in range(count)]
-        bins = pack(lengths, limit)
-        assert sorted(index for members in bins for index in members) == list(range(count))
-        assert all(sum(lengths[index] for index in members) <= limit for members in bins)
-        assert bins == pack(lengths, limit)
-        if count > 90:
-            assert len(bins) <= 1.1 * sum(lengths) / limit + 1
-    assert pack([6, 5, 4, 3, 2], 10) == [[0, 2], [1, 3, 4]]
-    with pytest.raises(ValueError, match="sequence 1 has 11 tokens, more than max_tokens_per_batch=10"):
-        pack([1, 11], 10)
-
-
-def test_sampler_gives_each_row_once_an_epoch():
-    sampler = EpochSampler(10, seed=3)
-    taken = [index for count in (4, 4, 7, 15) for index in sampler.take(count)]
-    assert all(sorted(taken[start : start + 10]) == list(range(10)) for start in (0, 10, 20))
-    assert taken[:10] != taken[10:20] and sampler.epochs_done == 3.0
-    assert EpochSampler(10, seed=3).take(30) == taken != EpochSampler(10, seed=4).take(30)
-    assert EpochSampler(3, shuffle=False).take(5) == [0, 1, 2, 0, 1]
-
-
-def test_sampler_resumes():
-    sampler = EpochSampler(7, seed=1)
-    for count in (0, 3, 4, 5):
-        sampler.take(count)
-        resumed = EpochSampler(7, seed=1)
-        resumed.load_state(json.loads(json.dumps(sampler.state_dict())))
-        expected = EpochSampler(7, seed=1)
-        expected.load_state(sampler.state_dict())
-        assert resumed.take(20) == expected.take(20)
-    following = sampler.take(9)
-    assert EpochSampler(7, seed=1).take(21)[12:] == following
-    with pytest.raises(ValueError, match="written with num_rows=7, this run has 8"):
-        EpochSampler(8, seed=1).load_state(sampler.state_dict())
 
 
 # ---- the bundled task ----

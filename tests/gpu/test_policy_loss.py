@@ -112,3 +112,36 @@ def test_float64_weights_from_the_host_are_taken():
     near = cpu.policy_loss_forward(new, old, None, advantages, weights, *settings)
     for x, y in zip(got, near):
         np.testing.assert_allclose(cuda.to_numpy(x), y, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("kind", ["clip", "cispo"])
+@pytest.mark.parametrize(
+    "new, old, ref, advantage", [(0, -89, -1, 1), (-1, -26, -1, -1), (-1, -801, -1, -1), (-101, -101, -1, 0)]
+)
+def test_e12_log_ratios_that_exp_cannot_take(new, old, ref, advantage, kind, level):
+    """As tests/ops/test_policy_loss.py: finite, gradient 0 where the ratio is held, one extreme token counted."""
+    cuda = backend_for("cuda")
+    given = [cuda.array(np.array([x], np.float32)) for x in (new, old, ref, advantage, 1)]
+    cu_seqlens = cuda.array(np.array([0, 1], np.int32)) if level == "sequence" else None
+    for beta, bias_kl in ((0.0, False), (0.1, False), (0.1, True)):
+        loss, dlogps, stats = cuda.policy_loss_forward(
+            *given, cu_seqlens, kind, 0.2, 5.0 if kind == "cispo" else 0.2, None, beta, bias_kl
+        )
+        stats = cuda.to_numpy(stats)
+        assert np.isfinite(cuda.to_numpy(loss)) and np.isfinite(cuda.to_numpy(dlogps)).all()
+        assert stats[5] == (abs(new - old) > 20 or (beta > 0 and ref - new > 20))
+        if kind == "clip" and beta == 0:
+            assert cuda.to_numpy(dlogps)[0] == 0
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("kind", ["clip", "cispo"])
+def test_e12_any_finite_log_probs(kind, level):
+    rng = np.random.default_rng(12)
+    for count in (1, 211, 5003):
+        new, old, ref = (-1000 * rng.random(count).astype(np.float32) for _ in range(3))
+        advantages, weights = (rng.normal(size=count).astype(np.float32) for _ in range(2))
+        cuts = np.sort(rng.integers(0, count + 1, 5))
+        cu_seqlens = np.array([0, *cuts, count], np.int32) if level == "sequence" else None
+        check_policy_loss(new, old, ref, advantages, weights, cu_seqlens, kind, 0.2, 0.3, 1.5, 0.1, True)

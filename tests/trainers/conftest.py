@@ -1,7 +1,6 @@
 """A random model small enough to train in milliseconds, with the bundled tokenizer, and rows it can be asked."""
 
 import json
-from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
@@ -25,7 +24,7 @@ def tokenizer():
 
 @pytest.fixture
 def make_model():
-    """make_model(dtype="float32", seed=0): 2 layers, hidden 32, context 96."""
+    """make_model(dtype="float32", seed=0, **changes of config.json): 2 layers, hidden 32, context 96."""
     raw = json.loads((FOLDER / "config.json").read_text())
     raw |= {
         "hidden_size": 32,
@@ -37,8 +36,8 @@ def make_model():
         "max_position_embeddings": 96,
     }
 
-    def make(dtype="float32", seed=0):
-        model = Decoder(replace(ModelConfig.from_json(raw)), backend_for("cpu"), dtype)
+    def make(dtype="float32", seed=0, **changes):
+        model = Decoder(ModelConfig.from_json(raw | changes), backend_for("cpu"), dtype)
         model.init_weights(seed)
         return model
 
@@ -73,7 +72,15 @@ def make_grpo(make_model, tokenizer, tmp_path, rows):
     """make_grpo(reward, dtype=, train_dataset=, **options) -> a GRPOTrainer of 16 completions a step."""
     numbers = count()
 
-    def build(reward=share_of_ones, dtype="float32", train_dataset=None, eval_dataset=None, callbacks=(), **options):
+    def build(
+        reward=share_of_ones,
+        dtype="float32",
+        train_dataset=None,
+        eval_dataset=None,
+        callbacks=(),
+        model=None,
+        **options,
+    ):
         options = (
             dict(
                 output_dir=str(tmp_path / f"run{next(numbers)}"),
@@ -90,9 +97,9 @@ def make_grpo(make_model, tokenizer, tmp_path, rows):
             | options
         )
         rewards = reward if isinstance(reward, list) else [reward]
-        return GRPOTrainer(
-            make_model(dtype), rewards, GRPOConfig(**options), train_dataset or rows, eval_dataset, tokenizer, callbacks
-        )
+        model = make_model(dtype) if model is None else model
+        args = GRPOConfig(**options)
+        return GRPOTrainer(model, rewards, args, train_dataset or rows, eval_dataset, tokenizer, callbacks)
 
     return build
 

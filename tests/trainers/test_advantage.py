@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cukit.trainers.advantage import combine_rewards, group_advantages, token_weights
+from cukit.trainers.advantage import SCALE_EPS, combine_rewards, group_advantages, token_weights
 
 GOLDEN = np.load(Path(__file__).parents[1] / "golden" / "policy_losses.npz", allow_pickle=False)
 
@@ -17,9 +17,34 @@ def test_golden(scale):
     assert std[1] == 0 and mean[1] == 1  # the group of equal rewards
 
 
-def test_equal_rewards_give_zero():
-    for scale in ("group", "none"):
-        assert not group_advantages(np.full(4, 0.3), 4, scale)[0].any()
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_e5_equal_rewards_have_no_advantage(scale):
+    """0.1 six times sums to 0.6 less a rounding; still every advantage and the std are exactly 0."""
+    rng = np.random.default_rng(5)
+    values = [0.1, 0.3, 1 / 3, -7.7, 1e300, -1.7e308, 5e-324, 1e-310, 0.0, *rng.normal(size=200)]
+    for value in values:
+        for size in (2, 3, 6, 7, 8, 64, int(rng.integers(2, 200))):
+            rewards = np.full(2 * size, value)
+            rewards[size:] = value / 3  # another group, so that the batch has a spread
+            if size > 2:
+                rewards[rng.integers(size)] = np.nan
+            advantages, mean, std = group_advantages(rewards, size, scale)
+            assert not advantages.any() and not std.any() and mean.tolist() == [value, value / 3]
+
+
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_groups_of_unequal_size(scale):
+    """Each group as if it stood alone; equal sizes given one by one are the same numbers."""
+    rewards, sizes = np.random.default_rng(0).normal(size=11), [2, 5, 1, 3]
+    advantages, mean, std = group_advantages(rewards, np.array(sizes), scale)
+    borders = np.cumsum([0, *sizes])
+    for group, (start, stop) in enumerate(zip(borders, borders[1:])):
+        alone, own_mean, own_std = group_advantages(rewards[start:stop], stop - start, "none")
+        divisor = {"none": 1, "group": own_std + SCALE_EPS, "batch": rewards.std(ddof=1) + SCALE_EPS}[scale]
+        np.testing.assert_allclose(advantages[start:stop], alone / divisor, rtol=1e-12, atol=1e-15)
+        np.testing.assert_allclose([mean[group], std[group]], [own_mean[0], own_std[0]], rtol=1e-12)
+    for one, each in zip(group_advantages(rewards[:10], 5, scale), group_advantages(rewards[:10], [5, 5], scale)):
+        np.testing.assert_array_equal(one, each)
 
 
 def test_missing_rewards_are_left_out_of_the_statistics():

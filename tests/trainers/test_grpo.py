@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 
 from cukit import LLM, SamplingParams
+from cukit.trainers.advantage import group_advantages
+from cukit.trainers.batch import FINISH_REASONS
 
 from .conftest import equal, logged, share_of_ones, weights_of
 
@@ -69,15 +71,17 @@ def test_training_uses_the_sampled_ids_and_the_stop_token(make_grpo, tokenizer, 
     trainer.rollout.generate = lambda *arguments: kept.append(generate(*arguments)) or kept[-1]
     micro_batches, _ = trainer.make_batch(0)
     samples, batch = kept[0], micro_batches[0].batch
-    assert batch.sequences == [
-        prompt + ids for prompt, ids in zip(samples.prompt_ids, samples.completion_ids, strict=True)
-    ]
+    advantages = group_advantages(np.array(share_of_ones(samples.texts)), 4, "group")[0]
+    order = np.argsort(advantages == 0, kind="stable")  # rows without a gradient come last
+    expected = [samples.prompt_ids[i] + samples.completion_ids[i] for i in order]
+    assert [ids.tolist() for ids in np.split(batch.ids, batch.cu_seqlens[1:-1])] == expected
+    np.testing.assert_array_equal(batch.logprobs, np.concatenate([samples.logprobs[i] for i in order]))
     stopped = [
         ids for ids, reason in zip(samples.completion_ids, samples.finish_reasons, strict=True) if reason == "stop"
     ]
     assert stopped and all(ids[-1] in tokenizer.eos_token_ids for ids in stopped)
     assert all("<|" not in text for text in samples.texts)
-    assert sum(map(len, batch.old_logps)) == samples.lengths.sum() == batch.completion_lengths.sum()
+    assert len(batch.logprobs) == samples.lengths.sum() == batch.num_learnt.sum()
 
 
 # ---- engine against trainer ----
@@ -138,10 +142,9 @@ def test_truncated_completions_are_left_out(make_grpo):
     trainer = make_grpo(mask_truncated_completions=True, max_completion_length=40, loss_type="dapo")
     micro_batches, _ = trainer.make_batch(0)
     batch = micro_batches[0].batch
-    assert 0 < batch.counted.sum() < len(batch)
-    rows = [row for micro_batch in micro_batches for row in micro_batch.rows]
-    assert sorted(rows) == np.flatnonzero(batch.counted).tolist()
-    np.testing.assert_allclose(micro_batches[0].weights, 1 / batch.completion_lengths[batch.counted].sum())
+    assert 0 < len(batch) < 16 and {FINISH_REASONS[code] for code in batch.finish_reasons} == {"stop"}
+    assert micro_batches[0].first == 0 and micro_batches[-1].last == len(batch)
+    np.testing.assert_allclose(batch.weights, 1 / batch.num_learnt.sum(), rtol=1e-6)
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.1])
@@ -211,7 +214,7 @@ def test_log_probs_that_are_not_finite_leave_a_row_out(make_grpo, capsys):
 
     trainer.rollout.generate = broken
     trainer.train()
-    assert logged(trainer, "sampling/non_finite_rows") == [1, 1] and "left out" in capsys.readouterr().out
+    assert logged(trainer, "sampling/error_rows") == [1, 1] and "left out" in capsys.readouterr().out
     assert np.isfinite(logged(trainer, "loss")).all() and logged(trainer, "skipped_updates") == [0, 0]
 
 

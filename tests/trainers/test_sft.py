@@ -1,5 +1,7 @@
 """Supervised fine-tuning: what is in the loss, what a split must not change, resume, rows that are too long."""
 
+import os
+import signal
 from itertools import count
 
 import numpy as np
@@ -148,3 +150,53 @@ def test_half_precision(train, dtype):
     losses = logged(trainer, "loss")
     assert losses[-1] < losses[0] / 2
     assert bool(logged(trainer, "loss_scale")) == (dtype == "float16")
+
+
+@pytest.mark.parametrize("num_rows, size, epochs, steps", [(3, 64, 1, 1), (3, 64, 2, 2), (7, 3, 1, 3), (7, 3, 1.5, 5)])
+def test_e14_an_epoch_is_each_row_once(train, num_rows, size, epochs, steps):
+    """The last batch of an epoch is short, and its loss is a mean over what is really in it."""
+    rows, seen = demonstrations(num_rows), []
+
+    class Watch:
+        def on_step_end(self, trainer, metrics):
+            seen.append((trainer.num_tokens, metrics["epoch"]))
+
+    trainer = train(rows, callbacks=[Watch()], max_steps=-1, num_train_epochs=epochs, per_device_train_batch_size=size)
+    assert trainer.total_steps == len(seen) == steps
+    tokens = sum(len(ids) for row in trainer.train_rows for ids, _ in row)
+    per_epoch = -(-num_rows // size)
+    assert seen[per_epoch - 1] == (tokens, 1.0)
+    whole = train(rows, "float64", max_steps=1, per_device_train_batch_size=num_rows, learning_rate=0.0)
+    short = train(rows, "float64", max_steps=1, per_device_train_batch_size=size * 64, learning_rate=0.0)
+    assert logged(whole, "loss") == logged(short, "loss")
+
+
+def test_a_conversation_learns_what_the_assistant_says(train, make_model, tokenizer):
+    """Two assistant turns a row: the loss is the mean of −log p over both, not over the user's turn between them."""
+    turns = [("user", "1+1="), ("assistant", "2"), ("user", "2+2="), ("assistant", "4")]
+    row = {"messages": [{"role": role, "content": text} for role, text in turns]}
+    ids, mask = encode_sft(row, tokenizer)
+    learnt = np.array(mask[1:], bool)
+    assert (np.diff(np.flatnonzero(learnt)) > 1).sum() == 1
+    logprobs = token_logprobs(make_model(), [ids], vocab_size=tokenizer.vocab_size)[0]
+    trainer = train([row], max_steps=1)
+    assert logged(trainer, "loss")[0] == pytest.approx(-logprobs[learnt].mean(), rel=1e-6)
+
+
+def test_c5_a_stop_in_an_evaluation(train, monkeypatch):
+    """It ends between two passes; nothing of it is logged."""
+
+    class Interrupt:
+        def on_step_end(self, trainer, metrics):
+            compute_loss = trainer.compute_loss
+
+            def stopping(rows):
+                os.kill(os.getpid(), signal.SIGINT)
+                return compute_loss(rows)
+
+            trainer.compute_loss = stopping
+
+    trainer = train(
+        demonstrations(), evaluate=demonstrations(), eval_steps=1, max_tokens_per_batch=40, callbacks=[Interrupt()]
+    )
+    assert trainer.global_step == 1 and trainer.evaluations == [] and not logged(trainer, "eval/loss")

@@ -4,6 +4,10 @@ loss = Σ weight_t · ℓ_t, where the weights say how the method averages (cuki
 function of log_ratio = new − old, the advantage and new. A new loss is one function in LOSSES. Statistics are float32
 or better.
 
+log_ratio (at sequence level its mean) is held within ±max_log_ratio before exp, and the reference's x = ref − new below
+it; a term with a factor that is held there has gradient 0. x has no lower bound: k3 grows only linearly there, and that
+is where the KL has to pull. CISPO's factor is a constant, so holding the ratio takes no gradient from it.
+
 PPO's clip: Schulman 2017; DAPO's higher upper bound: Yu 2025; two-sided (delta): INTELLECT-2; CISPO: MiniMax-M1;
 sequence level: GSPO.
 """
@@ -36,16 +40,27 @@ def _capped_importance(log_ratio, new, advantages, eps_low, eps_high, delta):
 LOSSES = {"clip": _clipped_surrogate, "cispo": _capped_importance}
 
 
-# Per-token estimates of KL(new || ref) from sampled tokens (Schulman 2020): x = ref − new -> (kl, dkl/dnew)
-KL_ESTIMATES = {
-    "k1": lambda x: (-x, np.ones_like(x)),
-    "k2": lambda x: (x * x / 2, -x),
-    "k3": lambda x: (np.expm1(x) - x, -np.expm1(x)),
-}
+def _k3(x):
+    """Schulman's third estimate of KL(new || ref) from a sampled token (2020), x = ref − new -> (kl, dkl/dnew)."""
+    return np.expm1(x) - x, -np.expm1(x)
 
 
-def policy_loss_forward(new, old, ref, advantages, weights, cu_seqlens, kind, eps_low, eps_high, delta, beta, bias_kl):
-    """The loss (a 0-d array), dlogps (N,) = dloss/dnew, and stats (5,): the sums that ops.policy_loss.STATS names.
+def policy_loss_forward(
+    new,
+    old,
+    ref,
+    advantages,
+    weights,
+    cu_seqlens,
+    kind,
+    eps_low,
+    eps_high,
+    delta,
+    beta,
+    bias_kl,
+    max_log_ratio=20.0,
+):
+    """The loss (a 0-d array), dlogps (N,) = dloss/dnew, and stats (6,): the sums that ops.policy_loss.STATS names.
 
     new, old, ref, advantages, weights (N,); ref may be None if beta is 0. A token of weight 0 takes no part, in the
     statistics neither. cu_seqlens (B+1): one ratio a sequence, exp(mean log_ratio) (GSPO); None: one a token. At
@@ -53,26 +68,33 @@ def policy_loss_forward(new, old, ref, advantages, weights, cu_seqlens, kind, ep
     ratio.
     """
     acc = accumulator(new.dtype)
-    new, old, advantages, weights = (x.astype(acc, copy=False) for x in (new, old, advantages, weights))
+    new, old, advantages, weights = (np.asarray(x).astype(acc, copy=False) for x in (new, old, advantages, weights))
     used = weights != 0
     # an unused token may hold anything (padding, a log-prob of -inf): 0 there keeps 0·inf out of the sums
-    token_log_ratio = np.subtract(new, old, where=used, out=np.zeros_like(new))
-    log_ratio = token_log_ratio if cu_seqlens is None else _sequence_mean(token_log_ratio, used, cu_seqlens)
+    log_ratio = np.subtract(new, old, where=used, out=np.zeros_like(new))
+    if cu_seqlens is not None:
+        log_ratio = _sequence_mean(log_ratio, used, cu_seqlens)
+    held = np.abs(log_ratio) > max_log_ratio  # not NaN, which must come through
+    extreme, log_ratio = held, np.clip(log_ratio, -max_log_ratio, max_log_ratio)
     used_new = np.where(used, new, 0)
     per_token, dlog_ratio, dnew, low, high = LOSSES[kind](log_ratio, used_new, advantages, eps_low, eps_high, delta)
     kl_sum = 0.0
     if beta:
-        kl, dkl = KL_ESTIMATES["k3"](np.subtract(ref.astype(acc, copy=False), new, where=used, out=np.zeros_like(new)))
+        x = np.subtract(ref.astype(acc, copy=False), new, where=used, out=np.zeros_like(new))
+        too_far = x > max_log_ratio
+        kl, dkl = _k3(np.minimum(x, max_log_ratio))
+        extreme, dkl = extreme | too_far, np.where(too_far, 0, dkl)
         if bias_kl:
             ratio = np.exp(log_ratio)
-            kl, dkl = kl * ratio, dkl * ratio
-            dlog_ratio = dlog_ratio + beta * kl
+            kl, dkl = kl * ratio, np.where(held, 0, dkl * ratio)
+            dlog_ratio = dlog_ratio + np.where(too_far, 0, beta * kl)
         per_token, dnew = per_token + beta * kl, dnew + beta * dkl
         kl_sum = np.sum(kl, where=used)
-    through_ratio = weights * dlog_ratio
+    through_ratio = weights * np.where(held, 0, dlog_ratio)
     if cu_seqlens is not None:  # every token of a sequence moves the one ratio by 1/length
         through_ratio = _sequence_share(through_ratio, used, cu_seqlens)
-    stats = np.array([*_clip_counts(low & used, high & used, used, cu_seqlens), kl_sum, used.sum()])
+    clipped = _clip_counts(low & used, high & used, used, cu_seqlens)
+    stats = np.array([*clipped, kl_sum, used.sum(), (extreme & used).sum()])
     return np.asarray(np.sum(weights * per_token)), through_ratio + weights * dnew, stats
 
 

@@ -1,0 +1,230 @@
+"""The packed batch: rows of tokens side by side, from the engine's mouth to the loss in one form.
+
+Three kinds of columns. A column of the tokens has one value for each of the T tokens. A column of the learnt tokens
+has one for each of the N tokens that the mask marks, in order: what a loss reads needs no gathering. A column of the
+rows has one for each of the B rows. A row is a prompt and its completion, a demonstration, or a conversation of many
+turns, whose mask then has holes. Nothing here loops over tokens.
+
+A batch is built once, in the order in which it is trained on, and put on the device once (`to`). Rows are then
+taken as views (`Rows`), and it is saved as the flat arrays that it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+
+from ..backend import backend_of
+from ..models.logprobs import PackedTokens, batches_by_tokens, concatenated, positions_in
+
+# The order of the codes in PackedBatch.finish_reasons.
+FINISH_REASONS = ("stop", "length", "abort", "error")
+
+
+@dataclass
+class PackedBatch:
+    """See the module. The columns of tokens and of learnt tokens lie where `to` put them, the others on the host.
+
+    A learnt token is never the first of its row: nothing comes before it.
+    """
+
+    # ---- borders, on the host ----
+    cu_seqlens: np.ndarray  # (B + 1,) int32: row b holds the tokens cu_seqlens[b] … cu_seqlens[b + 1] − 1
+    cu_learnt: np.ndarray  # (B + 1,) int32: likewise in the columns of learnt tokens
+    slices: np.ndarray  # (S + 1,) int32: rows slices[s] … slices[s + 1] − 1 are the optimizer's batch s
+
+    # ---- columns of the tokens ----
+    ids: Any  # int32
+    positions: Any  # int32
+    mask: np.ndarray  # bool: learnt; stays on the host, since predictors and targets say it on the device
+    weights_versions: Any = None  # int32: updates made before the token was drawn
+    adapter_ids: Any = None  # int32
+
+    # ---- columns of the learnt tokens ----
+    predictors: Any = None  # int32: the token before it
+    targets: Any = None  # int32: its id
+    weights: Any = None  # in the loss
+    logprobs: Any = None  # of the sampler, at the moment the token was drawn
+    ref_logprobs: Any = None
+    advantages: Any = None
+    values: Any = None
+    returns: Any = None
+
+    # ---- columns of the rows, on the host ----
+    has_gradient: np.ndarray | None = None  # bool: False where the loss is known to have none
+    prompt_lengths: np.ndarray | None = None  # int32
+    rewards: np.ndarray | None = None  # float64, NaN where there is none
+    finish_reasons: np.ndarray | None = None  # int8: places in FINISH_REASONS
+    groups: np.ndarray | None = None  # int32: the prompt that a row answers; groups may differ in size
+
+    _borders: tuple | None = None  # cu_seqlens (filling included) and cu_learnt on the device
+
+    @classmethod
+    def build(
+        cls, sequences: Sequence, mask: np.ndarray, slices: Sequence[int] | None = None, **columns
+    ) -> PackedBatch:
+        """A batch on the host. sequences: ids of each row, arrays or lists; mask: (T,), over all rows.
+
+        columns: any others by name. slices: borders of the optimizer's batches; default: one batch.
+        """
+        ids, cu_seqlens = concatenated(sequences)
+        mask = np.array(mask, bool)
+        mask[cu_seqlens[:-1][np.diff(cu_seqlens) > 0]] = False
+        learnt = np.flatnonzero(mask).astype(np.int32)
+        return cls(
+            cu_seqlens,
+            np.searchsorted(learnt, cu_seqlens).astype(np.int32),
+            np.asarray([0, len(sequences)] if slices is None else slices, np.int32),
+            ids,
+            positions_in(cu_seqlens),
+            mask,
+            predictors=learnt - 1,
+            targets=ids[learnt],
+            **columns,
+        )
+
+    def __len__(self) -> int:
+        return len(self.cu_seqlens) - 1
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.cu_seqlens[-1])
+
+    @property
+    def num_learnt(self) -> np.ndarray:
+        """(B,) learnt tokens of each row."""
+        return np.diff(self.cu_learnt)
+
+    @property
+    def num_slices(self) -> int:
+        return len(self.slices) - 1
+
+    def to(self, backend) -> PackedBatch:
+        """This batch on a device: everything a forward pass or a loss reads is there from now on.
+
+        Rows of a pass are rounded up to the backend's bucket by reading on into the rows that follow; behind the last
+        row lies one more, as long as any of them can need.
+        """
+        total = self.num_tokens
+        rest = total - np.unique(self.cu_seqlens)
+        room = max((backend.row_bucket(int(n)) - int(n) for n in rest if n), default=0)
+        ids, positions, borders = self.ids, self.positions, self.cu_seqlens
+        if room:
+            ids = np.append(ids, np.full(room, ids[0], np.int32))
+            positions = np.append(positions, np.zeros(room, np.int32))
+            borders = np.append(borders, np.int32(total + room))
+        moved = {
+            name: backend.array(column) for name, column in self._columns(ON_DEVICE) if name not in ("ids", "positions")
+        }
+        borders = backend.array(borders), backend.array(self.cu_learnt)
+        return replace(self, ids=backend.array(ids), positions=backend.array(positions), _borders=borders, **moved)
+
+    def micro_batches(self, index: int, max_tokens: int) -> list[Rows]:
+        """The rows of optimizer's batch `index` in passes of at most max_tokens tokens (a longer row stands alone).
+
+        Rows with a gradient come first, as they were built; those without run apart from them.
+        """
+        found = []
+        first, last = self.slices[index : index + 2].tolist()
+        middle = last if self.has_gradient is None else first + int(self.has_gradient[first:last].sum())
+        for start, stop, has_gradient in ((first, middle, True), (middle, last, False)):
+            found += [Rows(self, a, b, has_gradient) for a, b in self.cut(max_tokens, start, stop)]
+        return found
+
+    def cut(self, max_tokens: int, first: int = 0, last: int | None = None) -> Iterator[tuple[int, int]]:
+        """Borders of passes over the rows first … last − 1 of at most max_tokens tokens each."""
+        lengths = np.diff(self.cu_seqlens)[first:last].tolist()
+        for part in batches_by_tokens(lengths, max_tokens):
+            yield first + part[0], first + part[-1] + 1
+
+    def to_arrays(self) -> dict[str, Any]:
+        """Its columns as flat arrays, for a checkpoint in the middle of a generation batch."""
+        arrays = dict(self._columns(SAVED))
+        return arrays | {name: arrays[name][: self.num_tokens] for name in ("ids", "positions")}
+
+    @classmethod
+    def from_arrays(cls, arrays: dict[str, np.ndarray]) -> PackedBatch:
+        """The batch (on the host) that to_arrays() gave."""
+        if "ids" not in arrays or set(arrays) - set(SAVED):
+            raise ValueError(
+                "the checkpoint lies in the middle of a generation batch, in the form of another version of cukit: "
+                "resume from a checkpoint where a generation batch begins"
+            )
+        return cls(**arrays)
+
+    def _columns(self, names: Sequence[str]) -> Iterator[tuple[str, Any]]:
+        for name in names:
+            if (column := getattr(self, name)) is not None:
+                yield name, column
+
+
+LEARNT_COLUMNS = (
+    "predictors",
+    "targets",
+    "weights",
+    "logprobs",
+    "ref_logprobs",
+    "advantages",
+    "values",
+    "returns",
+)
+ON_DEVICE = ("ids", "positions", "weights_versions", "adapter_ids", *LEARNT_COLUMNS)
+SAVED = tuple(field.name for field in fields(PackedBatch) if not field.name.startswith("_"))
+
+
+@dataclass
+class Rows:
+    """Rows first … last − 1 of a batch that is on its device: what one forward pass takes. Nothing is copied.
+
+    Columns of the learnt tokens are attributes: rows.advantages, rows.weights, …, each (N,).
+    """
+
+    batch: PackedBatch
+    first: int
+    last: int
+    has_gradient: bool = True
+
+    def __getattr__(self, name):
+        if name not in LEARNT_COLUMNS:
+            raise AttributeError(f"Rows has no {name!r}")
+        column = getattr(self.batch, name)
+        return None if column is None else self.of(column)
+
+    def of(self, column):
+        """These rows' part of a column of learnt tokens."""
+        return column[self._learnt]
+
+    @property
+    def _learnt(self) -> slice:
+        return slice(*self.batch.cu_learnt[[self.first, self.last]].tolist())
+
+    def __len__(self) -> int:
+        return self.last - self.first
+
+    @property
+    def num_learnt(self) -> int:
+        """N, the learnt tokens of these rows."""
+        return self._learnt.stop - self._learnt.start
+
+    @property
+    def cu_learnt(self):
+        """(rows + 1,) borders of the rows within their columns of learnt tokens, on the device."""
+        return self.batch._borders[1][self.first : self.last + 1] - self._learnt.start
+
+    @property
+    def tokens(self) -> PackedTokens:
+        """The rows as a forward pass takes them, with what follows as filling up to the row bucket."""
+        batch = self.batch
+        start, stop = batch.cu_seqlens[[self.first, self.last]].tolist()
+        borders, _ = batch._borders
+        backend = backend_of(borders)
+        size = backend.row_bucket(stop - start)
+        through = self.last
+        if size > stop - start:  # the first border at or behind the end, the filling's own included
+            through = min(int(np.searchsorted(batch.cu_seqlens, start + size)), len(batch) + 1)
+        cu_seqlens = np.minimum(borders[self.first : through + 1] - start, size)
+        seen = slice(start, start + size)
+        return PackedTokens(batch.ids[seen], batch.positions[seen], cu_seqlens, self.predictors - start, self.targets)
