@@ -40,7 +40,7 @@ def random_prompts(count, low, high, seed=0, vocab_size=211):
 
 
 def stand_in_config(vocab_size, max_position_embeddings):
-    """What the engine asks of a model's config: one layer whose cache holds one number a token."""
+    """What the engine asks of a model's config: one layer, one number a token in its cache."""
     return SimpleNamespace(
         vocab_size=vocab_size,
         max_position_embeddings=max_position_embeddings,
@@ -86,8 +86,8 @@ def reciting_llm(prompt, text_ids, **options):
 
 
 class HashModel:
-    """A model whose logits are a hash of all tokens so far, read back from the KV cache through the block tables: a
-    wrong block, slot or copy changes every later token. `bad(state)` gives the rows whose logits are NaN.
+    """A model with a hash of all tokens so far as logits, read back from the KV cache through the block tables: a
+    wrong block, slot or copy changes every later token. `bad(state)` gives the rows with NaN logits.
     """
 
     PRIME = 1_048_573

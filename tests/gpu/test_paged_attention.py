@@ -33,7 +33,7 @@ def gpu():
 
 
 class Paged:
-    """Sequences of random q, k, v in a shuffled paged cache whose unused slots are NaN; a table's unused entries are
+    """Sequences of random q, k, v in a shuffled paged cache with NaN in unused slots; a table's unused entries are
     -1.
     """
 
@@ -80,7 +80,7 @@ def different(first, second):
 def test_prefill_against_numpy(shape):
     case = Paged([7, 1, 64, 300, 520, 257], *shape)
     rows, borders = case.rows([0, 0, 60, 250, 0, 256])
-    qkv = np.concatenate([case.qkv[rows], normal(5, case.qkv.shape[1])])  # and five rows that belong to nobody
+    qkv = np.concatenate([case.qkv[rows], normal(5, case.qkv.shape[1])])  # and five rows that belong to no sequence
     check_kernel(
         "paged_prefill_attention",
         qkv,
