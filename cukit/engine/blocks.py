@@ -1,6 +1,6 @@
 """The pool of KV blocks: reference counts, and a prefix cache over whole blocks.
 
-A block whose count falls to 0 keeps its contents while it is in the prefix cache; it is given away, least recently used
+A block with a count of 0 keeps its contents while it is in the prefix cache; it is given away, least recently used
 first, only when no other block is free.
 """
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -124,14 +124,21 @@ class LLM:
         _report_errors(requests)
         return [self._output(request, number, False) for number, request in enumerate(requests)]
 
-    def run(self, prompts, sampling_params: SamplingParams | list[SamplingParams] | None = None) -> list[Request]:
-        """generate() for programs: the finished requests, whose samples (request.sequences) hold arrays.
+    def run(
+        self,
+        prompts,
+        sampling_params: SamplingParams | list[SamplingParams] | None = None,
+        between_steps: Callable[[], None] | None = None,
+    ) -> list[Request]:
+        """generate() for programs: the finished requests; their samples (request.sequences) hold arrays.
 
         A prompt is text, a list of ids or an integer array. A sample has token_ids (prompt + completion, int32),
         prompt_length, logprobs (one a completion token), finish_reason, stop_reason; its text is text_of(sample).
+        between_steps is called after each step; if it raises, the requests are aborted. Samples with logits that were
+        not finite have the finish_reason "error", be it all of them.
         """
         prompts, params = _one_each(prompts, sampling_params)
-        return self._run(self._check(prompts, params), params)
+        return self._run(self._check(prompts, params), params, between_steps)
 
     def chat(self, messages, sampling_params=None, stream: bool = False, tools=None, **template_arguments):
         """generate() after the chat template.
@@ -240,7 +247,7 @@ class LLM:
         pairs = enumerate(zip(prompts, params, strict=True))
         return [self.core.check_prompt(*pair, number) for number, pair in pairs]
 
-    def _run(self, checked, params) -> list[Request]:
+    def _run(self, checked, params, between_steps: Callable[[], None] | None = None) -> list[Request]:
         requests: list[Request] = []
         try:
             for prompt, one in zip(checked, params, strict=True):
@@ -251,6 +258,8 @@ class LLM:
                     pending.pop()
                 else:
                     self.core.step()
+                    if between_steps is not None:
+                        between_steps()
         finally:  # after an error or an interrupt nothing of this call goes on
             self._abandon(requests)
         return requests

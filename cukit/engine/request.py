@@ -1,4 +1,4 @@
-"""A request and its samples. A request owns its output: whoever holds it reads from it, whoever computed the step."""
+"""A request and its samples. A request owns its output: its holder reads from it, after steps of any caller."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Request:
     keeps_cache: bool = False  # finished samples keep their KV, so that a later request may continue them
     sequences: list[Sequence] = field(default_factory=list)
     num_finished: int = 0  # samples that have finished and left the engine
-    num_cached_tokens: int = 0  # prompt tokens whose KV was there at the first admission
+    num_cached_tokens: int = 0  # prompt tokens that had their KV at the first admission
 
     @property
     def finished(self) -> bool:

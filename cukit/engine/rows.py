@@ -22,7 +22,7 @@ FIELDS = {
     "top_p": float,
     "min_p": float,
     "top_k": np.int32,
-    "tokens": np.int32,  # the newest token, whose KV is not computed yet
+    "tokens": np.int32,  # the newest token; its KV is not computed yet
     "positions": np.int32,
     "context_lens": np.int32,  # 0: a row that only fills the step up
 }
@@ -66,7 +66,7 @@ class Rows:
     # ---- coming and going ----
 
     def enter(self, seq: Sequence) -> None:
-        """Give a sequence whose newest token was drawn the next row."""
+        """Give a sequence with a drawn token at its end the next row."""
         row, length, params = self.count, len(seq.ids), seq.request.params
         self.count += 1
         self.sequences.append(seq)
@@ -149,7 +149,7 @@ class Rows:
     # ---- blocks ----
 
     def without_place(self) -> list[Sequence]:
-        """The sequences whose newest token has no block."""
+        """The sequences that have no block for their newest token."""
         found = np.flatnonzero(self.host.positions[: self.count] >= self._room[: self.count])
         return [self.sequences[row] for row in found.tolist()]
 
@@ -157,7 +157,7 @@ class Rows:
         return bool(self.host.positions[seq.row] < self._room[seq.row])
 
     def give_blocks(self, sequences: list[Sequence], blocks: list[int]) -> None:
-        """One more block at the end of each sequence, whose blocks are full."""
+        """One more block at the end of each sequence; its blocks are full."""
         rows = [seq.row for seq in sequences]
         self.host.slot_mapping[rows] = np.array(blocks) * self._block_size
         self._room[rows] += self._block_size
@@ -189,7 +189,7 @@ class Rows:
             self._send_block_tables()
 
     def advance(self, tokens: np.ndarray, logprobs: np.ndarray) -> np.ndarray:
-        """Append a drawn token to each row; returns the rows to look at: those that end now, or whose text grows."""
+        """Append a drawn token to each row; returns the rows to look at: those that end now or have a growing text."""
         n, host = self.count, self.host
         rows, lengths = self._numbers[:n], host.draw_positions[:n]
         self._history[rows, lengths] = tokens

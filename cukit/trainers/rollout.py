@@ -91,7 +91,7 @@ class Rollout:
         """
         params = [replace(sampling, seed=None if seeds is None else seeds[i]) for i in range(len(prompts))]
         self.llm.wake_up()
-        samples = _samples(self.llm, _run(self.llm, prompts, params, between_steps))
+        samples = _samples(self.llm, self.llm.run(prompts, params, between_steps))
         if self.sleeps:
             self.llm.sleep()
         if len(samples) and samples.failed.all():
@@ -104,22 +104,6 @@ class Rollout:
     def weights_changed(self):
         """Cached keys and values belong to the old weights: forget them."""
         self.llm.reset_prefix_cache()
-
-
-def _run(llm, prompts, params, between_steps) -> list:
-    """Finished requests, in the order of the prompts."""
-    requests = []
-    try:
-        for prompt, one in zip(prompts, params, strict=True):
-            requests.append(llm.add_request(prompt, one))
-        while not all(request.finished for request in requests):
-            llm.step()
-            if between_steps is not None:
-                between_steps()
-    finally:
-        for request in requests:
-            llm.abort(request.request_id)
-    return requests
 
 
 def _samples(llm, requests) -> Samples:

@@ -96,8 +96,8 @@ def reciting_llm(prompt, text_ids, **options):
 
 
 class HashModel(StandIn):
-    """A model whose logits are a hash of all tokens so far, read back from the KV cache through the block tables: a
-    wrong block, slot or copy changes every later token. `bad(state)` gives the rows whose logits are NaN.
+    """A model with a hash of all tokens so far as logits, read back from the KV cache through the block tables: a
+    wrong block, slot or copy changes every later token. `bad(state)` gives the rows with NaN logits.
     """
 
     PRIME = 1_048_573

@@ -83,7 +83,7 @@ def test_e1_zip_of_two_streams(expected):
 
 
 def test_e1_deltas_are_whole_however_late_they_are_read():
-    text = "Deltas join to the text: 汉字 👋🏽, whoever computed the step."
+    text = "Deltas join to the text: 汉字 👋🏽, after steps of any caller."
     ids = qwen_tokenizer().encode(text)
     llm, prompt_ids = reciting_llm("Q:", ids)
     greedy = SamplingParams(temperature=0, max_tokens=len(ids), ignore_eos=True)
@@ -225,6 +225,19 @@ def test_run_gives_arrays(expected):
             assert seq.logprobs.shape == (9,) and seq.finish_reason == "length"
             assert llm.text_of(seq) == ""
     assert llm.run(np.array([1, 2, 3], np.int32), params())[0].prompt_ids.tolist() == [1, 2, 3]
+
+
+def test_run_calls_between_steps_and_aborts_what_it_stops():
+    llm, steps = make_llm(), []
+
+    def stop():
+        steps.append(llm.stats.num_steps)
+        if len(steps) == 4:
+            raise RuntimeError("stopped")
+
+    with pytest.raises(RuntimeError, match="stopped"):
+        llm.run(PROMPTS, params(), between_steps=stop)
+    assert steps == [1, 2, 3, 4] and not llm.core.requests and llm.core.blocks.num_free == 60
 
 
 @pytest.mark.parametrize("max_tokens", [1, 6])

@@ -1,4 +1,4 @@
-"""Rows whose logits are not finite, and scores that do not exist."""
+"""Rows with logits that are not finite, and scores that do not exist."""
 
 import logging
 

@@ -57,8 +57,8 @@ def random_prompt(rng, beginnings, longest):
 
 @pytest.mark.parametrize("case", range(CASES))
 def test_e2_random_engines(case):
-    """Pools from one longest sequence up, n = 1 … 9, aborts, chunk sizes, prefix cache on and off, stop ids, rows whose
-    logits are NaN, requests that come while others run, and further turns that go on from kept KV.
+    """Pools from one longest sequence up, n = 1 … 9, aborts, chunk sizes, prefix cache on and off, stop ids, rows with
+    NaN logits, requests that come while others run, and further turns that go on from kept KV.
     """
     rng = np.random.default_rng([8, case])
     longest, block_size = int(rng.integers(4, 40)), int(rng.choice([1, 2, 4, 8, 16]))

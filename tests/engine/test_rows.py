@@ -11,7 +11,7 @@ from cukit.engine.text import StopTexts
 
 
 def sequence(number, length=5, generated=1, blocks=(), **params):
-    """A sequence whose newest token was drawn, all of its numbers from `number`."""
+    """A sequence with a drawn token at its end, all of its numbers from `number`."""
     params = SamplingParams(**{"temperature": 1 + number, "seed": number} | params)
     prompt = np.arange(length - generated, dtype=np.int32)
     request = Request(number, prompt, None, params, number, frozenset(params.stop_token_ids), StopTexts(), 99)

@@ -33,7 +33,7 @@ def gpu():
 
 
 class Paged:
-    """Sequences of random q, k, v in a shuffled paged cache whose unused slots are NaN; a table's unused entries are
+    """Sequences of random q, k, v in a shuffled paged cache with NaN in unused slots; a table's unused entries are
     -1.
     """
 

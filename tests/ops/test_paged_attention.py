@@ -27,7 +27,7 @@ def direct(q, k, v):
 
 
 class Paged:
-    """Sequences with random q, k, v in a shuffled paged cache whose unused slots are NaN."""
+    """Sequences with random q, k, v in a shuffled paged cache; its unused slots are NaN."""
 
     def __init__(self, lengths, queries, num_heads, num_kv_heads, head_dim, block_size=4, dtype=np.float64, seed=0):
         rng = np.random.default_rng(seed)
@@ -102,9 +102,9 @@ def test_decode_ghost_rows_and_empty_batch():
     assert not out[3:].any()
     ghosts = np.zeros(2, np.int32)
     assert not paged_decode_attention(qkv[3:], case.k_cache, case.v_cache, tables[3:], ghosts, 4, 0).any()
-    nobody = qkv[:0], case.k_cache, case.v_cache, tables[:0]
-    assert paged_decode_attention(*nobody, np.zeros(0, np.int32), 4, 0).shape == (0, 32)
-    none = paged_prefill_attention(*nobody, np.zeros(1, np.int32), np.zeros(0, np.int32), 4)
+    nothing = qkv[:0], case.k_cache, case.v_cache, tables[:0]
+    assert paged_decode_attention(*nothing, np.zeros(0, np.int32), 4, 0).shape == (0, 32)
+    none = paged_prefill_attention(*nothing, np.zeros(1, np.int32), np.zeros(0, np.int32), 4)
     assert none.shape == (0, 32)
 
 

@@ -59,7 +59,7 @@ def update_block_tables(block_tables, rows, columns, blocks):
 
 def paged_decode_attention(qkv, k_cache, v_cache, block_tables, context_lens, num_heads, max_context_len):
     """One query a sequence, over its context_lens (B) int32 keys (its own included, stored before). 0 = ghost row,
-    whose result is 0.
+    its result is 0.
 
     qkv (B, (H + 2K)·D), of which only the queries are read; block_tables (B or more, M) int32, of which the blocks of
     the first max_context_len keys are read (no context may be longer). Returns (B, H·D).
