@@ -301,7 +301,7 @@ class EngineCore:
     def check_ids(self, ids, what: str) -> np.ndarray:
         """ids as a new int32 array, or ValueError if it is empty or holds something else than ids of the model."""
         try:
-            ids = [index(token) for token in ids]
+            ids = ids.tolist() if _is_int_array(ids) else [index(token) for token in ids]
         except TypeError:
             raise ValueError(f"{what} must be text or a list of token ids, got {ids!r:.60}") from None
         if not ids:
@@ -311,3 +311,7 @@ class EngineCore:
             wrong = next(token for token in ids if not 0 <= token < vocab_size)
             raise ValueError(f"{what} has the token id {wrong}: the model's vocabulary goes from 0 to {vocab_size - 1}")
         return np.array(ids, np.int32)
+
+
+def _is_int_array(ids) -> bool:
+    return isinstance(ids, np.ndarray) and ids.ndim == 1 and ids.dtype.kind in "iu"

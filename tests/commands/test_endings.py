@@ -222,7 +222,7 @@ def test_c14_pytest_slow_needs_no_gpu():
 # ---- c12, c13 --------------------------------------------------------------------------------------------------------
 
 
-def test_c12_run_folders_are_taken_as_models(tiny, options, capsys, tmp_path, fails):
+def test_c12_run_folders_are_taken_as_models(tiny, options, capsys, tmp_path, fails, write_checkpoint):
     run = tiny.parent
     argv = ["generate", "--model", str(run), "--prompt", "1+2", "--max_tokens", "3", "--temperature", "0"]
     assert cukit_cli.main(argv) == 0
@@ -235,8 +235,7 @@ def test_c12_run_folders_are_taken_as_models(tiny, options, capsys, tmp_path, fa
     # before the end of a run it stands for its newest checkpoint, for every command
     unfinished = tmp_path / "grpo-001"
     for step in (1, 2, 10):
-        (unfinished / f"checkpoint-{step}").mkdir(parents=True)
-        (unfinished / f"checkpoint-{step}" / "config.json").write_text("{}")
+        write_checkpoint(unfinished / f"checkpoint-{step}")
     (unfinished / "config.yaml").write_text("model: m\n")
     for command in ("grpo", "sft", "generate", "eval", "bench generate"):
         newest = str(unfinished / "checkpoint-10")
@@ -273,7 +272,7 @@ def test_the_program_is_named_as_it_was_called(monkeypatch):
 
 
 def test_c13_eval_warns_when_completions_are_cut_and_counts_what_the_reward_left_out(tiny, capsys, tmp_path):
-    argv = ["eval", "--model", str(tiny), "--limit", "4", "--max_tokens", "1"]
+    argv = ["eval", "--model", str(tiny), "--limit", "4", "--max_tokens", "1", "--ignore_eos"]
     assert cukit_cli.main(argv) == 0
     assert "warning: 100% of the completions were cut off at max_tokens=1" in capsys.readouterr().err
     scores = np.array([[1.0], [np.nan], [0.0], [np.nan], [1.0]])

@@ -173,10 +173,8 @@ def test_c4_types_of_yaml_values(fails, tmp_path, line, message):
     assert message in fails("grpo", "--config", written(tmp_path, f"{model}{line}\n"))
 
 
-def test_c6_values_given_now_win_over_the_runs_config(options, tmp_path):
-    checkpoint = tmp_path / "run" / "checkpoint-2"
-    checkpoint.mkdir(parents=True)
-    (checkpoint / "trainer_state.json").write_text("{}")
+def test_c6_values_given_now_win_over_the_runs_config(options, write_checkpoint, tmp_path):
+    write_checkpoint(tmp_path / "run" / "checkpoint-2")
     (tmp_path / "run" / "config.yaml").write_text(
         "model: m\ndata: d\nlearning_rate: 0.1\nmax_steps: 2\neval_steps: 1\nreward_funcs: [exact]\noutput_dir: old\n"
     )
