@@ -68,7 +68,8 @@ adamw_step(float* master, float* m, float* v, SCALAR* param, const float* grad, 
     }
 }
 
-extern "C" __global__ void __launch_bounds__(STEP_THREADS) store_weights(SCALAR* param, const float* values, long long n) {
+extern "C" __global__ void __launch_bounds__(STEP_THREADS)
+store_weights(SCALAR* param, const float* values, long long n) {
     const long long first = (blockIdx.x * (long long)STEP_THREADS + threadIdx.x) * STEP_VECTOR;
     if (first >= n) return;
     if (aligned16(param) && aligned16(values) && first + STEP_VECTOR <= n) {
@@ -82,11 +83,13 @@ extern "C" __global__ void __launch_bounds__(STEP_THREADS) store_weights(SCALAR*
     for (long long i = first; i < n && i < first + STEP_VECTOR; i++) param[i] = stored_weight(values[i]);
 }
 
-__device__ __forceinline__ double fma_square(SCALAR x, double sum) { return fma((double)to_float(x), (double)to_float(x), sum); }
+__device__ __forceinline__ double fma_square(SCALAR x, double sum) {
+    return fma((double)to_float(x), (double)to_float(x), sum);
+}
 
-// addresses, sizes: where the arrays are and how many elements each has, a multiple of `pieces`. blockIdx.y is the array,
-// the warp's number the piece. Element i of a piece belongs to the same lane whether or not the piece is aligned, so that
-// a piece's bits depend on its elements alone.
+// addresses, sizes: where the arrays are and how many elements each has, a multiple of `pieces`. blockIdx.y is the
+// array, the warp's number the piece. Element i of a piece belongs to the same lane whether or not the piece is
+// aligned, so that a piece's bits depend on its elements alone.
 extern "C" __global__ void __launch_bounds__(SUM_THREADS)
 sums_of_squares(double* sums, const unsigned long long* addresses, const long long* sizes, int pieces) {
     const int piece = blockIdx.x * (SUM_THREADS / WARP) + threadIdx.x / WARP, lane = threadIdx.x % WARP;

@@ -1,8 +1,8 @@
-// The policy-gradient losses of GRPO's family on N packed tokens: loss, dlogps (N,) = dloss/dnew, and six sums of statistics.
-// A block of POLICY_THREADS threads takes a segment of tokens: one sequence if the ratio is one a sequence (cu_seqlens given),
-// TOKENS_A_BLOCK tokens otherwise. It writes its sums to partials (segments, 6): loss, clipped below, clipped above, kl, used tokens,
-// extreme log-ratios; policy_loss_sums adds those up in a fixed order. Formulas, their order and what NaN does are those of the
-// NumPy shelf, in float64: there is little to compute.
+// The policy-gradient losses of GRPO's family on N packed tokens: loss, dlogps (N,) = dloss/dnew, and six sums of
+// statistics. A block of POLICY_THREADS threads takes a segment of tokens: one sequence if the ratio is one a sequence
+// (cu_seqlens given), TOKENS_A_BLOCK tokens otherwise. It writes its sums to partials (segments, 6): loss, clipped
+// below, clipped above, kl, used tokens, extreme log-ratios; policy_loss_sums adds those up in a fixed order. Formulas,
+// their order and what NaN does are those of the NumPy shelf, in float64: there is little to compute.
 // specialise:
 // arch: sm_80 sm_89 sm_90a sm_100 sm_120
 #include "common.cuh"
@@ -14,7 +14,8 @@
 
 struct Settings {
     int kind;
-    double low, high, cap, delta, beta;  // clip's bounds 1 - eps_low and 1 + eps_high; cispo's bound; delta is +inf if there is none
+    // clip's bounds 1 - eps_low and 1 + eps_high; cispo's bound; delta is +inf if there is none
+    double low, high, cap, delta, beta;
     double max_log_ratio;                // log-ratios are held within ±this before exp
     bool bias_kl;
 };
@@ -26,7 +27,8 @@ struct Token {
 };
 
 // Comparisons rather than fmin: a NaN log-probability must come through, so that the update is skipped.
-__device__ __forceinline__ Token policy_token(double log_ratio, double new_logp, double ref_logp, double advantage, const Settings& s) {
+__device__ __forceinline__ Token policy_token(double log_ratio, double new_logp, double ref_logp, double advantage,
+                                              const Settings& s) {
     Token token;
     const bool above = log_ratio > s.max_log_ratio, below = log_ratio < -s.max_log_ratio;
     const double ratio = exp(above ? s.max_log_ratio : below ? -s.max_log_ratio : log_ratio);
@@ -80,10 +82,12 @@ __device__ __forceinline__ double sum_over_block(double value, double* scratch) 
     return total;
 }
 
-// ref may be null if beta is 0; cu_seqlens (segments + 1) null: one ratio a token. A token of weight 0 takes no part and has gradient 0.
+// ref may be null if beta is 0; cu_seqlens (segments + 1) null: one ratio a token. A token of weight 0 takes no part
+// and has gradient 0.
 extern "C" __global__ void __launch_bounds__(POLICY_THREADS)
-policy_loss_segments(float* dlogps, double* partials, const float* new_logps, const float* old_logps, const float* ref_logps,
-                     const float* advantages, const float* weights, const int* cu_seqlens, long long num_tokens, int kind, double low,
+policy_loss_segments(float* dlogps, double* partials, const float* new_logps, const float* old_logps,
+                     const float* ref_logps, const float* advantages, const float* weights, const int* cu_seqlens,
+                     long long num_tokens, int kind, double low,
                      double high, double cap, double delta, double beta, double max_log_ratio, int bias_kl) {
     __shared__ double scratch[POLICY_THREADS / WARP];
     const Settings settings = {kind, low, high, cap, delta, beta, max_log_ratio, bias_kl != 0};
@@ -108,7 +112,8 @@ policy_loss_segments(float* dlogps, double* partials, const float* new_logps, co
             continue;
         }
         const double log_ratio = cu_seqlens ? mean : (double)new_logps[i] - old_logps[i];
-        const Token token = policy_token(log_ratio, new_logps[i], ref_logps ? ref_logps[i] : 0.0f, advantages[i], settings);
+        const Token token = policy_token(log_ratio, new_logps[i], ref_logps ? ref_logps[i] : 0.0f, advantages[i],
+                                         settings);
         sums[0] += weight * token.loss;
         sums[1] += token.low, sums[2] += token.high, sums[3] += token.kl, sums[5] += token.extreme;
         through_ratio += weight * token.dlog_ratio;
@@ -117,7 +122,8 @@ policy_loss_segments(float* dlogps, double* partials, const float* new_logps, co
     for (int k = 0; k < NUM_SUMS; k++)
         if (k != 4) sums[k] = sum_over_block(sums[k], scratch);
     sums[4] = used;
-    if (cu_seqlens) {  // every used token of a sequence moves the one ratio by 1/length; a sequence counts as clipped once
+    // every used token of a sequence moves the one ratio by 1/length; a sequence counts as clipped once
+    if (cu_seqlens) {
         const double share = sum_over_block(through_ratio, scratch) / fmax(used, 1.0);
         for (long long i = start + threadIdx.x; i < end; i += POLICY_THREADS)
             if (weights[i] != 0.0f) dlogps[i] = (float)(share + dlogps[i]);
@@ -126,8 +132,8 @@ policy_loss_segments(float* dlogps, double* partials, const float* new_logps, co
     if (threadIdx.x < NUM_SUMS) partials[segment * NUM_SUMS + threadIdx.x] = sums[threadIdx.x];
 }
 
-// loss () and stats (6,): clipped below, clipped above, how many could be (sequences if num_sequences >= 0, tokens else), kl, used
-// tokens, extreme log-ratios.
+// loss () and stats (6,): clipped below, clipped above, how many could be (sequences if num_sequences >= 0, tokens
+// else), kl, used tokens, extreme log-ratios.
 extern "C" __global__ void __launch_bounds__(POLICY_THREADS)
 policy_loss_sums(float* loss, double* stats, const double* partials, int num_segments, int num_sequences) {
     __shared__ double scratch[POLICY_THREADS / WARP];

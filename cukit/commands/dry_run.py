@@ -23,7 +23,8 @@ def show_training(trainer_class: Any, args: TrainerConfig, read: dict[str, str])
 
 def show_engine(options: Options, model: str, device: str, dtype: str, engine: EngineConfig) -> None:
     """For commands that only generate."""
-    from ..engine.memory import ModelUse, plan_memory
+    from ..engine.memory import plan_memory
+    from ..engine.shapes import ModelUse
 
     shape = model_shape(model, device, dtype)
     _print_options(flat_values(options))

@@ -13,10 +13,10 @@ import numpy as np
 from ..autograd import Tensor, no_grad
 from ..models.attend import PagedDecode, PagedPrefill
 from .config import EngineConfig
-from .memory import block_bytes
 from .request import SEED_MASK
 from .rows import SAMPLING, Rows
 from .scheduler import Span, Step
+from .shapes import block_bytes
 
 CHUNK_KEYS = 256  # attention reads keys in chunks of this many; a step is made for a power of two of them
 MOST_STEPS = 1024  # kept ready; a CPU, which rounds nothing up, meets more shapes than it is worth keeping

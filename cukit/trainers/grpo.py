@@ -15,7 +15,7 @@ from ..autograd import no_grad
 from ..datasets.demonstrations import encode_prompts
 from ..datasets.sampler import batches_an_epoch
 from ..datasets.sources import prompt_rows
-from ..engine.memory import ModelUse
+from ..engine.shapes import ModelUse
 from ..models.decoder import Decoder
 from ..models.logprobs import packed_logprobs
 from ..ops import policy_loss

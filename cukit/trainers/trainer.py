@@ -16,7 +16,8 @@ import numpy as np
 from ..datasets.sampler import EpochSampler
 from ..datasets.sources import load_rows
 from ..engine.config import EngineConfig
-from ..engine.memory import ModelUse, Plan, plan_memory
+from ..engine.memory import Plan, plan_memory
+from ..engine.shapes import ModelUse
 from ..models.decoder import Decoder
 from ..models.weights import load_model, model_folder, save_model
 from ..optim import learning_rate_factor

@@ -4,7 +4,8 @@ from types import SimpleNamespace
 
 from cukit.backend import backend_for
 from cukit.bench.subject import SHAPES
-from cukit.engine.memory import CONTEXT_BYTES, Plan
+from cukit.engine.memory import Plan
+from cukit.engine.shapes import CONTEXT_BYTES
 from cukit.models.config import ModelConfig
 
 cpu = backend_for("cpu")

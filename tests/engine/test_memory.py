@@ -11,7 +11,8 @@ import pytest
 
 from cukit.engine import memory
 from cukit.engine.config import EngineConfig
-from cukit.engine.memory import CONTEXT_BYTES, ModelUse, block_bytes, parameter_counts, plan_memory
+from cukit.engine.memory import plan_memory
+from cukit.engine.shapes import CONTEXT_BYTES, ModelUse, block_bytes, parameter_counts
 from engine.shapes import GB, SHAPE, bytes_of, card, cpu
 
 LARGER = replace(SHAPE, hidden_size=2048, intermediate_size=6144)  # Qwen3-1.7B

@@ -13,7 +13,8 @@ from cukit.backend import backend_for
 from cukit.bench.subject import SHAPES
 from cukit.engine.config import EngineConfig, SamplingParams
 from cukit.engine.llm import LLM
-from cukit.engine.memory import ModelUse, block_bytes, plan_memory
+from cukit.engine.memory import plan_memory
+from cukit.engine.shapes import ModelUse, block_bytes
 from cukit.models.config import ModelConfig
 from cukit.models.decoder import Decoder
 from cukit.models.weights import load_model

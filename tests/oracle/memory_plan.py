@@ -24,7 +24,8 @@ from cukit import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer  # noqa: E402
 from cukit.backend import backend_for  # noqa: E402
 from cukit.bench.subject import SHAPES  # noqa: E402
 from cukit.engine.config import EngineConfig  # noqa: E402
-from cukit.engine.memory import ModelUse, block_bytes, plan_memory  # noqa: E402
+from cukit.engine.memory import plan_memory  # noqa: E402
+from cukit.engine.shapes import ModelUse, block_bytes  # noqa: E402
 from cukit.models.config import ModelConfig  # noqa: E402
 from cukit.models.decoder import Decoder  # noqa: E402
 from cukit.tokenizer import Tokenizer  # noqa: E402

@@ -10,7 +10,7 @@ import yaml
 
 import cukit_cli
 from cukit import SFTTrainer
-from cukit.engine.memory import ModelUse
+from cukit.engine.shapes import ModelUse
 from cukit.models import weights
 from cukit.models.weights import load_model
 from cukit.runs.checkpoint import SaveError, latest_checkpoint, list_checkpoints, load_checkpoint, newest_model
