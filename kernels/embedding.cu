@@ -38,7 +38,8 @@ embedding_backward(float* dtable, const SCALAR* __restrict__ dy, const int* __re
 
     const bool vectorised = C % VECTOR == 0 && aligned16(dy);
     const int col = (blockIdx.y * THREADS + thread) * VECTOR;
-    // Kahan: `lost` is what rounding took from sum; a frequent id adds thousands of rows.
+    // Kahan: `lost` is what rounding took from sum; a frequent id adds thousands of rows. A zero adds nothing, not even
+    // what was lost, so that rows without a gradient (the filling of a packed batch) change no bit.
     float sum[VECTOR] = {}, lost[VECTOR] = {};
     for (int base = leader / TILE * TILE; base < T; base += TILE) {
         const int t = base + thread * EACH;  // EACH neighbours a thread, so that threads in order are ids in order
@@ -77,6 +78,7 @@ embedding_backward(float* dtable, const SCALAR* __restrict__ dy, const int* __re
 #pragma unroll
                 for (int i = 0; i < VECTOR; i++) {
                     const float term = __fsub_rn(row[i], lost[i]), next = __fadd_rn(sum[i], term);
+                    if (row[i] == 0.0f) continue;
                     lost[i] = __fsub_rn(__fsub_rn(next, sum[i]), term);
                     sum[i] = next;
                 }

@@ -104,7 +104,8 @@ class GRPOTrainer(Trainer):
         args, use = self.args, self.model
         reference = [ModelUse("reference", use.config, use.dtype)] if args.beta else []
         longest = max(len(ids) for _, ids in self.train_rows) + args.max_completion_length
-        sizes = {"packed_tokens": args.generation_size * longest, "longest_sequence": longest} | sizes
+        tokens = args.generation_size * longest
+        sizes = {"packed_tokens": tokens, "longest_sequence": longest, "step_tokens": tokens // self._slices} | sizes
         return super().plan_memory(*reference, *more, engine=args.engine, **sizes)
 
     @property

@@ -68,6 +68,12 @@ class SFTTrainer(Trainer):
             ]
         return [[example] for example in examples]
 
+    def plan_memory(self, *more, **sizes):
+        lengths = sorted(sum(len(ids) for ids, _ in row) for row in self.train_rows)[-self._rows_a_step() :]
+        tokens = sum(lengths)
+        sizes = {"packed_tokens": tokens, "longest_sequence": lengths[-1], "step_tokens": tokens} | sizes
+        return super().plan_memory(*more, **sizes)
+
     def count_steps(self):
         if self.args.max_steps > 0:
             return self.args.max_steps

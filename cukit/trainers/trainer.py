@@ -97,22 +97,28 @@ class Trainer(ABC):
     def prepare_rows(self, rows: list[dict], name: str) -> list:
         """Tokenise and check the rows once, before anything runs."""
 
-    def plan_memory(self, *more: ModelUse, engine: EngineConfig | None = None, **sizes) -> Plan:
+    def plan_memory(
+        self, *more: ModelUse, engine: EngineConfig | None = None, step_tokens: int | None = None, **sizes
+    ) -> Plan:
         """What the run will hold on its device; ValueError if a card has no room for it.
 
         A method with an engine or further models passes them on: super().plan_memory(ModelUse(…), engine=args.engine).
-        sizes: what plan_memory takes besides (longest_sequence, packed_tokens, micro_batches). Called once, after the
-        rows are prepared.
+        step_tokens: the most tokens of an optimizer step. sizes: what plan_memory takes besides (longest_sequence,
+        packed_tokens). Called once, after the rows are prepared.
         """
+        most = self.args.max_tokens_per_batch
+        if step_tokens is not None:
+            sizes["micro_batches"] = 1 if step_tokens <= most else 2
+            most = min(most, step_tokens)
         trained = [
-            ModelUse(one.name, one.model.config, one.model.dtype, trained=True, loaded=True)
+            ModelUse(one.name, one.model.config, one.model.dtype, trained=True, loaded=isinstance(one.model, Decoder))
             for one in self.models.values()
         ]
         return plan_memory(
             [*trained, *more],
             engine,
             self.model.backend,
-            max_tokens_per_batch=self.args.max_tokens_per_batch,
+            max_tokens_per_batch=most,
             gradient_checkpointing=self.args.gradient_checkpointing,
             **sizes,
         )

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -304,14 +304,37 @@ def plans(monkeypatch):
         asked.append(question)
         return SimpleNamespace(table=lambda: "weights  1 GB\ncache    2 GB")
 
-    module = ModuleType("cukit.engine.memory")
-    module.ModelUse = lambda name, config, dtype, **more: (name, dtype, more)
-    module.plan_memory = lambda uses, engine, backend: answered(uses, engine, backend.name)
-    monkeypatch.setitem(sys.modules, "cukit.engine.memory", module)
+    monkeypatch.setattr(
+        "cukit.engine.memory.plan_memory", lambda uses, engine, backend: answered(uses, engine, backend.name)
+    )
     plan = lambda self, *uses, **sizes: answered(self.model.config, self.model.dtype, self.args)  # noqa: E731
     for trainer in (Trainer, SFTTrainer, GRPOTrainer):
         monkeypatch.setattr(trainer, "plan_memory", plan, raising=False)
     return asked
+
+
+def test_dry_run_asks_the_planner_that_a_run_asks(capsys, tmp_path, monkeypatch):
+    """No stand-in: the table of a dry run is that of the run, whose weights are there already."""
+    monkeypatch.chdir(tmp_path)
+    assert cukit_cli.main(["grpo", "--device", "cpu", "--dry_run", "--beta", "0.1", "--num_kv_blocks", "64"]) == 0
+    lines = [line.removeprefix("# ") for line in capsys.readouterr().out.splitlines() if line.startswith("# ")]
+    assert any("reference: weights" in line for line in lines) and any("KV cache, 64 blocks" in line for line in lines)
+    argv = [
+        "grpo",
+        "--device",
+        "cpu",
+        "--beta",
+        "0.1",
+        "--num_kv_blocks",
+        "64",
+        "--max_steps",
+        "1",
+        "--output_dir",
+        "r",
+    ]
+    assert cukit_cli.main([*argv, "--eval_on_start", "false"]) == 0
+    said = capsys.readouterr().err
+    assert all(line in said for line in lines if not line.startswith(("steps", "left"))), (lines, said)
 
 
 def test_dry_run_of_training_prints_options_steps_and_the_plan(plans, capsys, tmp_path, monkeypatch):
@@ -345,7 +368,7 @@ def test_dry_run_counts_the_steps_that_a_trainer_counts(plans, capsys, tmp_path,
 @pytest.mark.parametrize("command", ["generate", "eval"])
 def test_dry_run_of_an_engine(plans, capsys, command):
     assert cukit_cli.main([command, "--dry_run", "--max_num_seqs", "3", "--device", "cpu"]) == 0
-    ((uses, engine, backend),) = plans
-    assert (uses, engine.max_num_seqs, backend) == ([("model", np.float32, {})], 3, "cpu")
+    (([use], engine, backend),) = plans
+    assert (use.name, use.dtype, use.loaded, engine.max_num_seqs, backend) == ("model", np.float32, False, 3, "cpu")
     values = yaml.safe_load(capsys.readouterr().out)
     assert values["max_num_seqs"] == 3 and values["temperature"] == (0.0 if command == "eval" else 1.0)

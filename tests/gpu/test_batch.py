@@ -45,8 +45,7 @@ def test_rows_have_the_bits_of_rows_packed_alone(rng, golden, dtype, first, last
         (logprobs * rows.weights).sum().backward()
         arrays = [logprobs.data, entropy.data, *(parameter.grad for parameter in model.parameters())]
         found.append([be.to_numpy(array).copy() for array in arrays])
-        for parameter in model.parameters():
-            parameter.grad = None
+        model.store.zero_grad()
     for x, y in zip(*found, strict=True):
         np.testing.assert_array_equal(x, y)
 

@@ -23,9 +23,7 @@ sys.path.insert(0, str(ROOT))
 from cukit import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer  # noqa: E402
 from cukit.backend import backend_for  # noqa: E402
 from cukit.bench.subject import SHAPES  # noqa: E402
-from cukit.engine.config import EngineConfig  # noqa: E402
-from cukit.engine.memory import plan_memory  # noqa: E402
-from cukit.engine.shapes import ModelUse, block_bytes  # noqa: E402
+from cukit.engine.shapes import block_bytes  # noqa: E402
 from cukit.models.config import ModelConfig  # noqa: E402
 from cukit.models.decoder import Decoder  # noqa: E402
 from cukit.tokenizer import Tokenizer  # noqa: E402
@@ -77,30 +75,24 @@ def measure(name: str) -> dict:
         model = Decoder(config, backend, "bfloat16")
         model.init_weights(0)
         make = grpo if name.startswith("grpo") else sft
-        trainer, plan = make(model, tokenizer, folder, "recompute" in name, (total, total - context))
+        trainer = make(model, tokenizer, folder, "recompute" in name)
+        plan = trainer.plan
         trainer.train()
         backend.synchronize()
     return {"plan": plan.peak_bytes, "peak": peak.nbytes, "context": context, "table": plan.table()}
 
 
-def sft(model, tokenizer, folder: str, recompute: bool, memory: tuple[int, int]):
+def sft(model, tokenizer, folder: str, recompute: bool):
     length = PROMPT + COMPLETION
     rows = [{"text": "1 + " * length}] * 64
     size = TOKENS // length
     common = {"max_tokens_per_batch": TOKENS, "gradient_checkpointing": recompute}
     args = SFTConfig(output_dir=f"{folder}/run", max_steps=2, max_length=length, per_device_train_batch_size=size,
                      save_steps=0, logging_steps=1, **common)  # fmt: skip
-    trainer = SFTTrainer(model=model, args=args, train_dataset=rows, processing_class=tokenizer)
-    use = ModelUse("policy", model.config, model.dtype, trained=True)
-    total, free = memory
-    common["max_tokens_per_batch"] = size * length
-    return trainer, plan_memory(
-        [use], None, model.backend, micro_batches=1, total_bytes=total, free_bytes=free, **common
-    )
+    return SFTTrainer(model=model, args=args, train_dataset=rows, processing_class=tokenizer)
 
 
-def grpo(model, tokenizer, folder: str, recompute: bool, memory: tuple[int, int]):
-    length = PROMPT + COMPLETION
+def grpo(model, tokenizer, folder: str, recompute: bool):
     blocks = CACHE_BYTES // block_bytes(model.config, model.dtype, 16)
     limits = {"max_model_len": 1024, "max_num_seqs": 512, "num_kv_blocks": blocks}
     common = {"max_tokens_per_batch": TOKENS, "gradient_checkpointing": recompute}
@@ -109,14 +101,8 @@ def grpo(model, tokenizer, folder: str, recompute: bool, memory: tuple[int, int]
                       logging_steps=1, eval_on_start=False, **limits, **common)  # fmt: skip
     prompt = "1 + " * PROMPT
     prompt = tokenizer.decode(tokenizer.encode(prompt)[:PROMPT])
-    trainer = GRPOTrainer(model=model, reward_funcs=[by_length], args=args, train_dataset=[{"prompt": prompt}] * 64,
-                          processing_class=tokenizer)  # fmt: skip
-    use = ModelUse("policy", model.config, model.dtype, trained=True)
-    total, free = memory
-    return trainer, plan_memory(
-        [use], EngineConfig(**limits), model.backend, longest_sequence=length, packed_tokens=512 * length,
-        total_bytes=total, free_bytes=free, **common,
-    )  # fmt: skip
+    return GRPOTrainer(model=model, reward_funcs=[by_length], args=args, train_dataset=[{"prompt": prompt}] * 64,
+                       processing_class=tokenizer)  # fmt: skip
 
 
 def by_length(completions, **_):

@@ -289,7 +289,7 @@ def test_t9_rewards_see_the_rendered_prompt(make_grpo, tokenizer):
 def stop_after(trainer, monkeypatch, count):
     """Ctrl-C at the engine's step number `count` from now on; the engine steps of each generation after that are
     counted."""
-    step, seen = trainer.rollout.llm.step, []
+    step, seen = trainer.rollout.llm.core.step, []
 
     def counting():
         seen.append(1)
@@ -297,7 +297,7 @@ def stop_after(trainer, monkeypatch, count):
             os.kill(os.getpid(), signal.SIGINT)
         return step()
 
-    monkeypatch.setattr(trainer.rollout.llm, "step", counting)
+    monkeypatch.setattr(trainer.rollout.llm.core, "step", counting)
     return seen
 
 
