@@ -332,7 +332,7 @@ def test_dry_run_asks_the_planner_that_a_run_asks(capsys, tmp_path, monkeypatch)
         "--output_dir",
         "r",
     ]
-    assert cukit_cli.main([*argv, "--eval_on_start", "false"]) == 0
+    assert cukit_cli.main([*argv, "--eval_on_start", "false", "--output_dir", "r"]) == 0
     said = capsys.readouterr().err
     assert all(line in said for line in lines if not line.startswith(("steps", "left"))), (lines, said)
 
