@@ -35,6 +35,7 @@ CONTRACT = {
     "embedding": ("embedding_backward", "embedding_forward"),
     "graph": ("Graphs",),
     "linear": (
+        "WideCopies",
         "linear_backward_bias",
         "linear_backward_input",
         "linear_backward_weight",

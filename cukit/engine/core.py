@@ -259,6 +259,7 @@ class EngineCore:
             self._require_idle("reset_prefix_cache()")
             self.scheduler.drop_held()
             self.blocks.reset_prefix_cache()
+            self.runner.weights_changed()
 
     def sleep(self) -> None:
         """Give the KV cache's memory back to the driver. ValueError while requests run."""

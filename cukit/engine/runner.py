@@ -16,9 +16,8 @@ from .config import EngineConfig
 from .request import SEED_MASK
 from .rows import SAMPLING, Rows
 from .scheduler import Span, Step
-from .shapes import block_bytes
+from .shapes import CHUNK_KEYS, block_bytes
 
-CHUNK_KEYS = 256  # attention reads keys in chunks of this many; a step is made for a power of two of them
 MOST_STEPS = 1024  # kept ready; a CPU, which rounds nothing up, meets more shapes than it is worth keeping
 
 
@@ -34,6 +33,7 @@ class ModelRunner:
         self._memory = self.backend.Reservation(self.num_blocks * block)
         self.kv = _cache_arrays(self._memory, model, self.num_blocks, self.block_size)
         self._precise = self.backend.accumulator(model.dtype)
+        self._wide = None  # copies of the weights as they were at the first step after weights_changed()
         self._steps: dict[tuple[int, int], tuple] = {}  # (rows, longest context) -> (device views, the step)
         self._graphs = self.backend.Graphs()
 
@@ -46,12 +46,17 @@ class ModelRunner:
     def is_awake(self) -> bool:
         return self._memory.resident
 
+    def weights_changed(self) -> None:
+        """Forget copies of the weights."""
+        self._wide = None
+
     def allocate_cache(self) -> None:
         """Take memory for the KV cache again, at the addresses that captured steps know."""
         self._memory.restore()
 
     def free_cache(self) -> None:
         """Give the memory of the KV cache to the device's other processes; its addresses stay."""
+        self.weights_changed()
         self._memory.release()
 
     def run(self, step: Step) -> tuple[tuple | None, list[tuple[Span, np.ndarray, np.ndarray]]]:
@@ -63,7 +68,9 @@ class ModelRunner:
         if step.copies:
             source, target = np.array(step.copies, np.int32).T
             self.backend.copy_blocks(self.kv, self.backend.array(source), self.backend.array(target))
-        with no_grad():
+        if self._wide is None:
+            self._wide = self.backend.WideCopies([parameter.data for parameter in self.model.parameters()])
+        with no_grad(), self._wide:
             decoded = self._decode(step.num_rows) if step.num_rows else None
             return decoded, self._prefill(step.spans) if step.spans else []
 
@@ -81,7 +88,7 @@ class ModelRunner:
         return self._on_host(*self.backend.sample(logits, *settings, self.vocab_size, *on_device), count)
 
     def _step_for(self, count: int, longest: int) -> tuple:
-        """(device views, step) for `count` rows of at most `longest` tokens."""
+        """(device views, step) for `count` rows of at most `longest` tokens; made for a power of two of chunks."""
         context = (1 << ((longest - 1) // CHUNK_KEYS).bit_length()) * CHUNK_KEYS
         key = self.backend.row_bucket(count), min(context, self.max_context_len)
         if key not in self._steps:

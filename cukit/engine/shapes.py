@@ -140,6 +140,9 @@ def _moments(use, backend, tokens, gradient_checkpointing, gradients_stay, gradi
     layers, hidden = config.num_hidden_layers, tokens * config.hidden_size * dtype.itemsize
     kept = tokens * (layer.residual if gradient_checkpointing else layer.saved)
     one_layer = tokens * (layer.saved if gradient_checkpointing else 0)
+    # The pool makes no weights' gradients out of what it kept between layers, which is cut otherwise; out of the arrays
+    # of whole layers it does.
+    gaps = ("gaps where activations were", (layers - 1) * kept if gradient_checkpointing else 0)
     head_gradient = config.vocab_size * config.hidden_size * use.gradient_bytes * use.head
     first = gradients if gradients_stay else min(gradients, head_gradient)
     head = min(HEAD_ROWS, tokens) * config.vocab_size * dtype.itemsize * HEAD_CHUNKS * use.head
@@ -149,7 +152,7 @@ def _moments(use, backend, tokens, gradient_checkpointing, gradients_stay, gradi
     return [
         [("activations", layers * kept), ends, ("logits", head), ("weights' gradients", first)],
         [("activations", layers * kept), ends, recomputed, passing, ("weights' gradients", first)],
-        [("activations", kept), ends, recomputed, passing, ("weights' gradients", gradients)],
+        [("activations", kept), gaps, ends, recomputed, passing, ("weights' gradients", gradients)],
     ]
 
 
@@ -180,6 +183,8 @@ def rollout_items(use: ModelUse, engine: EngineConfig, backend) -> list[Item]:
             prompts = max(prompts, check)
     else:
         items.append(Item("engine: decode step", step, "rollout"))
+        if dtype.itemsize < 4:  # backend/numpy/linear.py's WideCopies
+            items.append(Item("engine: weights in float32", 4 * sum(parameter_counts(config, use.head)), "rollout"))
     items.append(Item("engine: prompts", max(prompts, logits), "rollout"))
     return items
 

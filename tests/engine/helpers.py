@@ -58,6 +58,9 @@ class StandIn:
             eos_token_id=None,
         )
 
+    def parameters(self):
+        return []
+
     def limit_vocabulary(self, num_ids):
         self.vocab_size = min(num_ids, self.config.vocab_size)
 

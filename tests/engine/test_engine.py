@@ -8,6 +8,7 @@ import pytest
 from cukit import SamplingParams
 from cukit.engine.llm import LLM
 from cukit.models.decoder import Decoder
+from cukit.models.weights import load_model
 
 from .helpers import GOLDEN, TINY_MODELS, random_prompts, tiny_llm, tiny_model
 
@@ -224,3 +225,21 @@ def test_weights_that_changed_need_a_reset():
         assert after != before
     finally:
         weight[...] = saved
+
+
+def test_e18_an_engine_in_bfloat16_follows_new_weights():
+    """On a CPU it keeps float32 copies of them until reset_prefix_cache(), which an update demands."""
+    model = load_model(GOLDEN / "qwen3_tiny", device="cpu", dtype="bfloat16")
+    params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+    prompts = random_prompts(3, 4, 9)
+
+    def completions(llm):
+        return [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
+
+    llm = LLM.from_model(model, None, max_model_len=64, num_kv_blocks=32)
+    first = completions(llm)
+    for parameter in model.parameters():
+        parameter.data[...] = parameter.data[::-1]
+    llm.reset_prefix_cache()
+    fresh = completions(LLM.from_model(model, None, max_model_len=64, num_kv_blocks=32))
+    assert completions(llm) == fresh != first

@@ -54,7 +54,7 @@ def test_an_adapter_is_trained_alone():
 
 
 def test_one_pass_an_update_holds_few_gradients_beside_the_activations():
-    one, many = planned(micro_batches=1), planned(micro_batches=2)
+    one, many = (planned(micro_batches=count, gradient_checkpointing=False) for count in (1, 2))
     vocabulary = SHAPE.vocab_size * SHAPE.hidden_size * 4
     assert bytes_of(one, "weights' gradients") == vocabulary < bytes_of(many, "weights' gradients")
     # few tokens: the peak is the end of the backward pass, with all gradients
@@ -89,7 +89,9 @@ def test_e16_the_share_is_of_the_whole_device_and_for_everything():
         assert 0 <= plan.limit - plan.peak_bytes < block_bytes(SHAPE, np.dtype("float16"), 16)
         training = plan_memory(POLICY, EngineConfig(gpu_memory_utilization=share), card(), max_tokens_per_batch=16_384)
         assert training.peak_bytes <= training.limit == plan.limit
-        assert plan.kv_bytes - training.kv_bytes > 10 * GB, "states and activations come before the cache"
+        states = bytes_of(training, "master weights") + bytes_of(training, "moments")
+        block = block_bytes(SHAPE, np.dtype("float16"), 16)
+        assert plan.kv_bytes - training.kv_bytes > states - block, "states come before the cache"
 
 
 def test_e16_what_others_hold_is_not_ours():
@@ -147,9 +149,9 @@ def test_e7_the_cpu_takes_a_share_of_what_is_free_and_four_gigabytes_of_cache_at
         return plan_memory(ALONE, EngineConfig(**options), cpu, total_bytes=64 * GB, free_bytes=free)
 
     assert on_cpu(60 * GB).kv_bytes <= memory.CPU_CACHE_BYTES < on_cpu(60 * GB).kv_bytes * 1.01
-    less = on_cpu(3 * GB, gpu_memory_utilization=0.9)
-    assert less.table().splitlines()[-1].endswith("of 2.70 GB (gpu_memory_utilization 0.9 of 3.00 GB free)")
-    assert less.peak_bytes <= less.limit == int(2.7 * GB) and less.kv_bytes > 0.2 * GB
+    less = on_cpu(6 * GB, gpu_memory_utilization=0.9)
+    assert less.table().splitlines()[-1].endswith("of 5.40 GB (gpu_memory_utilization 0.9 of 6.00 GB free)")
+    assert less.peak_bytes <= less.limit == int(5.4 * GB) and less.kv_bytes > 0.2 * GB
     assert on_cpu(60 * GB, num_kv_blocks=10_000).num_kv_blocks == 10_000, "asked for"
     caplog.clear()
     with caplog.at_level(logging.WARNING, "cukit"):
@@ -226,7 +228,7 @@ def test_every_shape_has_a_plan_at_random():
             assert "this run needs" in str(error) or "the KV cache has room" in str(error)
             continue
         fitting += 1
-        gaps = max(item.nbytes for item in plan.items if item.name == memory.GAPS)
+        gaps = max(item.nbytes for item in plan.items if "gaps" in item.name)
         assert plan.peak_bytes - gaps <= plan.limit and plan.num_kv_blocks >= 1
         assert plan.max_model_len <= plan.num_kv_blocks * engine.block_size
     assert fitting > 100

@@ -1,5 +1,7 @@
 """Matrix products. x (T, I), w (O, I), bias (O,), y and dy (T, O). Half types: sums in float32, rounded once."""
 
+import threading
+
 import numpy as np
 
 from .device import accumulator
@@ -28,10 +30,33 @@ def row_bucket(rows: int) -> int:
     return rows
 
 
+class WideCopies:
+    """float32 copies of half-type weights, for many products with weights that do not change: to convert a weight takes
+    longer than a product of few rows. `with copies:` uses them in this thread. They do not follow a change of a weight.
+    """
+
+    _active = threading.local()
+
+    def __init__(self, weights):
+        self._copies = {id(w): (w, w.astype(accumulator(w.dtype))) for w in weights if w.dtype.itemsize < 4}
+
+    def __enter__(self):
+        WideCopies._active.copies = self._copies
+        return self
+
+    def __exit__(self, *_):
+        WideCopies._active.copies = {}
+
+    @classmethod
+    def of(cls, w):
+        """The copy of w that is in use, or w itself."""
+        return getattr(cls._active, "copies", {}).get(id(w), (w, w))[1]
+
+
 def linear_forward(x, w, bias=None):
     """y = x wᵀ + bias."""
-    acc = accumulator(x.dtype)
-    if w.size >= MANY_WEIGHTS and 0 < len(x) <= FEW_ROWS and (len(x) > 1 or w.dtype != acc):
+    acc, w = accumulator(x.dtype), WideCopies.of(w)
+    if w.dtype == acc and w.size >= MANY_WEIGHTS and 1 < len(x) <= FEW_ROWS:
         y = _few_rows(x.astype(acc, copy=False), w)
     else:
         with one_blas_thread(w.size):
@@ -63,9 +88,7 @@ def _few_rows(x, w):
     """x wᵀ for a few rows and a large weight, whose reading from memory is what such a product costs.
 
     Above one row, OpenBLAS first copies the whole weight: 2 rows take three times as long as 1. Small products it makes
-    in place, so the weight is cut into blocks that are small products. A weight in half precision becomes float32 block
-    by block in the cache, which costs less than reading a float32 weight from memory; nothing is kept, so a changed
-    weight is seen at once. Each thread takes a run of blocks.
+    in place, so the weight is cut into blocks that are small products. Each thread takes a run of blocks.
     """
     rows, (outs, cols) = len(x), w.shape
     block = max(1, min(BLOCK, SMALL_PRODUCT // rows) // cols)
@@ -73,9 +96,8 @@ def _few_rows(x, w):
     blocks = -(-outs // block)
     threads = max(1, min(blas_threads(), blocks // 2, MOST_THREADS))
     borders = [min(outs, blocks * number // threads * block) for number in range(threads + 1)]
-    multiply = _multiply_blocks if w.dtype == x.dtype else _convert_and_multiply_blocks
     with one_blas_thread():
-        share(lambda start, stop: multiply(y[start:stop], w[start:stop], x.T, block), borders)
+        share(lambda start, stop: _multiply_blocks(y[start:stop], w[start:stop], x.T, block), borders)
     return np.ascontiguousarray(y.T)
 
 
@@ -86,12 +108,3 @@ def _multiply_blocks(y, w, xt, block):
         np.matmul(w[:whole].reshape(-1, block, w.shape[1]), xt, out=y[:whole].reshape(-1, block, y.shape[1]))
     if whole < len(w):
         np.matmul(w[whole:], xt, out=y[whole:])
-
-
-def _convert_and_multiply_blocks(y, w, xt, block):
-    """The same for a weight of another dtype than xt's."""
-    converted = np.empty((block, w.shape[1]), xt.dtype)
-    for start in range(0, len(w), block):
-        part = w[start : start + block]
-        converted[: len(part)] = part
-        np.matmul(converted[: len(part)], xt, out=y[start : start + block])
