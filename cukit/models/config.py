@@ -87,7 +87,6 @@ class ModelConfig:
     attention_bias: bool = False  # on q, k and v; never on the output projection
     qk_norm: bool = False
     torch_dtype: str = "float32"
-    initializer_range: float = 0.02
     eos_token_id: int | list[int] | None = None
     bos_token_id: int | None = None
     pad_token_id: int | None = None
@@ -145,7 +144,6 @@ class ModelConfig:
         for name in (
             "rms_norm_eps",
             "tie_word_embeddings",
-            "initializer_range",
             "eos_token_id",
             "bos_token_id",
             "pad_token_id",
