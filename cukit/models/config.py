@@ -18,7 +18,7 @@ USED = (
     *("architectures", "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
     *("num_attention_heads", "num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps"),
     *("rope_theta", "rope_scaling", "rope_parameters", "original_max_position_embeddings", "tie_word_embeddings"),
-    *("dtype", "torch_dtype", "initializer_range", "eos_token_id", "bos_token_id", "pad_token_id"),
+    *("dtype", "torch_dtype", "eos_token_id", "bos_token_id", "pad_token_id"),
     # looked at, and refused where they ask for what the decoder does not compute
     *("hidden_act", "attention_bias", "mlp_bias", "use_sliding_window", "sliding_window", "layer_types"),
     *("partial_rotary_factor",),
@@ -26,7 +26,14 @@ USED = (
 # These change no number here: how outputs are returned or cached, how sums are cut, dropout (which cukit never
 # applies), what belongs to other heads, and generation's defaults (generation_config.json is read, not these).
 IGNORED = (
-    *("use_cache", "output_attentions", "output_hidden_states", "return_dict", "return_dict_in_generate"),
+    *(
+        "initializer_range",
+        "use_cache",
+        "output_attentions",
+        "output_hidden_states",
+        "return_dict",
+        "return_dict_in_generate",
+    ),
     *("torchscript", "use_bfloat16", "chunk_size_feed_forward", "pretraining_tp", "attention_dropout"),
     *("max_window_layers", "transformers_version", "_name_or_path", "name_or_path", "auto_map", "tokenizer_class"),
     *("_attn_implementation", "attn_implementation", "id2label", "label2id", "num_labels", "problem_type"),
