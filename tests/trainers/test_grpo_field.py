@@ -3,10 +3,12 @@
 import json
 import os
 import signal
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from cukit import GRPOTrainer
 from cukit.trainers.rewarding import accuracy, evaluation_metrics
 from cukit.trainers.rollout import Samples
 
@@ -322,3 +324,25 @@ def test_c5_a_stop_in_an_evaluation(make_grpo, rows, monkeypatch):
     assert len(seen) == 2 and trainer.evaluations == [] and trainer.global_step == 0
     monkeypatch.undo()
     assert trainer.evaluate()["eval/accuracy"] == 0
+
+
+# ---- e16: a cache that sleeps while training runs ----
+
+
+def test_e16_a_run_with_a_sleeping_cache_is_the_same_run(make_grpo, monkeypatch):
+    """The planner says so where memory is short; the cache is there in a rollout and gone in training."""
+    awake = make_grpo(max_steps=3)
+    awake.train()
+    plan = GRPOTrainer.plan_memory
+    monkeypatch.setattr(GRPOTrainer, "plan_memory", lambda self: replace(plan(self), sleeps_cache=True))
+    asleep, seen = make_grpo(max_steps=3), []
+    loss = asleep.compute_loss
+
+    def watched(rows):
+        seen.append(asleep.rollout.llm.core.is_awake)
+        return loss(rows)
+
+    monkeypatch.setattr(asleep, "compute_loss", watched)
+    asleep.train()
+    assert seen and not any(seen)
+    assert_equal_weights(awake, asleep)
