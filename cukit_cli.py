@@ -10,11 +10,12 @@ from collections.abc import Callable
 
 from cukit.bench import GenerateBench, KernelsBench, TrainBench
 from cukit.commands.bench import bench_generate, bench_kernels, bench_train
+from cukit.commands.command import Command
 from cukit.commands.doctor import doctor
 from cukit.commands.evaluate import TEST_ROWS, EvalOptions, evaluate
 from cukit.commands.generate import TINY_MODEL, GenerateOptions, generate
 from cukit.commands.kernels import KernelsOptions, kernels_build
-from cukit.commands.parser import Command, parse, resolve
+from cukit.commands.parser import parse, resolve
 from cukit.commands.train import TrainFiles, grpo, sft
 from cukit.runs.progress import show_log_lines
 from cukit.trainers.config import GRPOConfig, SFTConfig

@@ -202,6 +202,22 @@ def test_no_imports_run_in_a_circle_between_layers():
             assert layer not in below, f"{layer} is below itself"
 
 
+def test_no_circle_of_files():
+    """Imports inside functions and for types count too."""
+    files = {name_of(path) for path in PRODUCT}
+    wanted = {}
+    for path in PRODUCT:
+        found = set()
+        for _, module in imports_of(path):
+            found.add(module if module in files else module.rpartition(".")[0])
+        wanted[name_of(path)] = (found & files) - {name_of(path)}
+    packages = {name_of(path) for path in PRODUCT if path.name == "__init__.py"}
+    done = set()
+    while ready := {name for name, needs in wanted.items() if name not in done and needs - packages <= done}:
+        done |= ready
+    assert done == set(wanted), f"a circle among {sorted(set(wanted) - done)}"
+
+
 def test_only_the_loader_compiles_kernels():
     found = {path for path in PRODUCT if "RawModule" in path.read_text(encoding="utf-8")}
     assert found == {ROOT / "cukit/backend/cuda/loader.py"}

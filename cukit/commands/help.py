@@ -3,12 +3,10 @@
 import shutil
 import textwrap
 from dataclasses import MISSING
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..options import Option
-
-if TYPE_CHECKING:
-    from .parser import Command
+from .command import Command
 
 METAVARS: dict[Any, str] = {int: "N", float: "X", bool: "true|false", dict: "JSON"}
 MANY: dict[Any, str] = {list[int]: "N …", list[float]: "X …", list[str]: "TEXT …"}
@@ -16,14 +14,14 @@ GROUPS = ("files", "rewards", "demonstrations", "training", "loss", "generation"
 COLUMN = 26
 
 
-def overview(commands: dict[str, "Command"]) -> str:
+def overview(commands: dict[str, Command]) -> str:
     """Every command in a line."""
     lines = ["usage: cukit COMMAND [--option value ...]", "", "Train and run language models without PyTorch.", ""]
     lines += [f"  {name:<16} {command.help}" for name, command in commands.items()]
     return "\n".join([*lines, "", "cukit COMMAND --help shows a command's options; cukit --version the version."])
 
 
-def family(first: str, commands: dict[str, "Command"]) -> str:
+def family(first: str, commands: dict[str, Command]) -> str:
     """The commands of two words that begin with `first`."""
     mine = {name: command for name, command in commands.items() if name.startswith(f"{first} ")}
     lines = [f"usage: cukit {first} COMMAND [--option value ...]", ""]
@@ -31,7 +29,7 @@ def family(first: str, commands: dict[str, "Command"]) -> str:
     return "\n".join([*lines, "", f"cukit {next(iter(mine))} --help shows its options."])
 
 
-def of_command(name: str, command: "Command", options: dict[str, Option]) -> str:
+def of_command(name: str, command: Command, options: dict[str, Option]) -> str:
     """A command's help."""
     lines = [f"usage: cukit {name} [--option value ...]", "", f"{command.help[0].upper()}{command.help[1:]}.", ""]
     if command.examples:

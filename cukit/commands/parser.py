@@ -1,8 +1,6 @@
 """Options of a command: from its classes, the command line, YAML files and recipes; and where bundled files lie."""
 
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,22 +12,11 @@ from ..options import Option, Options, nearest
 from ..rewards import BUILTIN_REWARDS
 from . import help, trl_names
 from .argv import from_text, option_name, parsed, split_words
+from .command import Command
 
 MadeOptions = TypeVar("MadeOptions", bound=Options)
 CONFIG = Option("config", str, None, "a YAML file of options", (), "files", None)
 HELP = Option("help", bool, False, "show the options", (), "files", None)
-
-
-@dataclass(frozen=True)
-class Command:
-    """One subcommand and where its options come from."""
-
-    run: Callable[[dict[str, Any]], int | None]  # the values of its options -> exit code
-    help: str
-    parts: tuple[type[Options], ...]  # the classes of its options
-    examples: tuple[str, ...] = ()
-    recipe: str | None = None  # runs without --config and --model
-    bundled: dict[str, Any] = field(default_factory=dict)  # stands in for what neither options nor --config name
 
 
 def parse(commands: dict[str, Command], argv: list[str]) -> tuple[str, dict[str, Any]]:

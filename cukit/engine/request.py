@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 
 from .config import SamplingParams
 from .text import CompletionText, StopTexts
-
-if TYPE_CHECKING:
-    from .rows import Rows
 
 SEED_MASK = (1 << 64) - 1
 
@@ -67,7 +64,7 @@ class Sequence:
     prompt_length: int
     drawn: np.ndarray  # log-prob of each completion token; out of date likewise: read logprobs
     text: CompletionText | None = None  # kept up to date for stop strings and streaming only
-    rows: Rows | None = None
+    rows: Any = None  # the Rows that hold its tokens while it decodes
     row: int = -1  # place among the rows while it decodes, else -1
     block_table: list[int] = field(default_factory=list)
     digests: list[bytes] = field(default_factory=list)  # chained hashes of the whole blocks, as far as needed

@@ -1,7 +1,9 @@
 """Which CuPy package is in use, and the CUDA libraries that it finds; for `cukit doctor`."""
 
 import importlib
+import importlib.util
 from importlib import metadata
+from pathlib import Path
 
 CUPY_PACKAGES = ("cupy-cuda12x", "cupy-cuda13x", "cupy")
 WHEELS = {
@@ -12,11 +14,20 @@ WHEELS = {
 
 def library_versions() -> dict[str, str]:
     """{"CuPy": …, "NVRTC": …, "cuBLAS": …}: versions as the libraries themselves say, or why not."""
-    packages = {name: found for name in CUPY_PACKAGES if (found := _installed(name))}
-    cupy = ", ".join(f"{name} {version}" for name, version in packages.items()) or "no package of a known name"
-    if len(packages) > 1:
-        cupy += " (only one may be installed: uninstall all of them, then install one)"
+    packages = {name: f"{name} {found}" for name in CUPY_PACKAGES if (found := _installed(name))}
+    in_use = next((name for name in packages if _is_imported(name)), None)
+    cupy = packages.pop(in_use, "a package of an unknown name")
+    if packages:
+        others = ", ".join(packages.values())
+        cupy += f" (also installed: {others}; only one may be: uninstall all of them, then install one)"
     return {"CuPy": cupy, "NVRTC": _asked("NVRTC", _nvrtc_version), "cuBLAS": _asked("cuBLAS", _cublas_version)}
+
+
+def _is_imported(package: str) -> bool:
+    """Whether `import cupy` takes the files of this package."""
+    spec = importlib.util.find_spec("cupy")
+    folder = Path(str(metadata.distribution(package).locate_file("cupy")))
+    return spec is not None and spec.origin is not None and Path(spec.origin).parent.resolve() == folder.resolve()
 
 
 def _nvrtc_version() -> str:
