@@ -94,7 +94,7 @@ class Parameter(Tensor):
             self._grad[...] = value
 
     def release_grad(self):
-        """Forget the gradient, whose memory goes with its bucket's."""
+        """Forget the gradient; its memory goes with the bucket's."""
         self._grad = None
 
     def grad_buffer(self):
@@ -165,8 +165,8 @@ def _recording(on: bool):
 
 
 def backward(outputs, grads):
-    """Add Σ grad · d(output)/d(leaf) to the grad of every leaf that requires one. Outputs whose gradient is None are
-    left out.
+    """Add Σ grad · d(output)/d(leaf) to the grad of every leaf that requires one. An output with gradient None is left
+    out.
 
     The graph is taken apart on the way, so that activations are freed as soon as they are used: it serves once.
     """

@@ -18,7 +18,7 @@ def check_ids(ids: Sequence[int], model_rows: int, where: str) -> None:
     if largest >= model_rows:
         raise ValueError(
             f"{where}: token id {largest} has no row in the model, which has {model_rows}; "
-            "use the model's own tokenizer, or a model whose embedding was enlarged for it"
+            "use the model's own tokenizer, or a model with an embedding enlarged for it"
         )
 
 

@@ -64,7 +64,7 @@ class Layer(Module):
         self.mlp = MLP(config, backend, dtype)
 
     def __call__(self, h, residual, positions, attend, rope):
-        """h = input_layernorm(residual), both (T, C) -> (x, residual'), whose sum is the next residual stream."""
+        """h = input_layernorm(residual), both (T, C) -> (x, residual'); their sum is the next residual stream."""
         h = self.self_attn(h, positions, attend, rope)
         h, residual = add_rms_norm(h, residual, self.post_attention_layernorm.weight, self.post_attention_layernorm.eps)
         return self.mlp(h), residual

@@ -80,7 +80,7 @@ BOX = re.compile(
 
 
 def last_boxed(text: str) -> str | None:
-    r"""What stands in the last box: `\boxed{...}` or `\fbox{...}` whose braces close, or `\boxed 7`.
+    r"""The content of the last box: `\boxed{...}` or `\fbox{...}` with braces that close, or `\boxed 7`.
 
     None if there is none, or if the last one has no braces and holds more than one character.
     """

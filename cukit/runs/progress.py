@@ -25,7 +25,7 @@ _live: list["Progress"] = []  # displays that are drawn now; log lines go above 
 
 
 class SafeStream:
-    """A text stream whose write() always succeeds."""
+    """A text stream; its write() always succeeds."""
 
     def __init__(self, stream):
         self._stream = stream

@@ -3,7 +3,7 @@
 Three kinds of columns. A column of the tokens has one value for each of the T tokens. A column of the learnt tokens
 has one for each of the N tokens that the mask marks, in order: what a loss reads needs no gathering. A column of the
 rows has one for each of the B rows. A row is a prompt and its completion, a demonstration, or a conversation of many
-turns, whose mask then has holes. Nothing here loops over tokens.
+turns; the mask of a conversation has holes. Nothing here loops over tokens.
 
 A batch is built once, in the order in which it is trained on, and put on the device once (`to`). Rows are then
 taken as views (`Rows`), and it is saved as the flat arrays that it is.

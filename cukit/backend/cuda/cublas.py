@@ -28,7 +28,7 @@ _TYPES = {
 def gemm(transpose_a, transpose_b, m, n, k, a, b, beta, c):
     """c = op(a) op(b) + beta c in cuBLAS's column-major terms: op(a) is (m, k), op(b) (k, n), c (m, n).
 
-    a, b, c are C-contiguous cupy arrays; each is, read by columns, a matrix whose leading dimension is its last axis.
+    a, b, c are C-contiguous cupy arrays. Read by columns, each is a matrix; its leading dimension is its last axis.
     """
     blas = _blas()
     blas.use_stream(cp.cuda.get_current_stream().ptr)

@@ -190,7 +190,7 @@ def _same_bits(a, b) -> bool:
 
 
 def cublas_product(x, w, bias=None):
-    """By cuBLAS, whose order of adding may depend on the number of rows."""
+    """By cuBLAS; its order of adding may depend on the number of rows."""
     (rows, ins), outs = x.shape, w.shape[0]
     y = empty((rows, outs), x.dtype)
     if not rows:

@@ -95,7 +95,8 @@ class _Arena:
         self._device_id = cp.cuda.runtime.getDevice() if device_id is None else device_id
         self._slabs = {}  # address -> memory
         self._starts, self._sizes = [], {}  # addresses of the free ranges, ascending; address -> bytes
-        # (address, bytes) of ranges whose last array went, at any moment: the garbage collector may run within malloc
+        # (address, bytes) of each range after its last array went. That may be at any moment: the garbage collector may
+        # run within malloc.
         self.returned = []
         self.frozen = False  # within a capture, where asking the driver for memory is not allowed
 
@@ -160,5 +161,5 @@ class _Range:
 
 
 def _default_slab(size):
-    with cp.cuda.Stream.null:  # whose blocks are the ones that training used before
+    with cp.cuda.Stream.null:  # the pool of this stream holds the blocks that training used before
         return cp.get_default_memory_pool().malloc(size)

@@ -23,7 +23,7 @@ def memory_info() -> tuple[int, int]:
 
 
 class Reservation:
-    """Memory for arrays at fixed addresses, whose bytes can be given back to the driver and taken again.
+    """Memory for arrays at fixed addresses; its bytes can be given back to the driver and taken again.
 
     Zeros at first and after restore(). Freed when neither it nor an array of it is left, after the device has done what
     it was told. MemoryError where the card has no room.
