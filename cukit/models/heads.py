@@ -6,7 +6,7 @@ from .modules import Module
 
 
 class LanguageModelHead(Module):
-    """Scores over the vocabulary. weight (V, C): its own, or the embedding's.
+    """Logits over the vocabulary. weight (V, C): its own, or the embedding's.
 
     vocab_size: ids from here on take no part in probabilities; at most V.
     """

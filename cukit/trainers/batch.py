@@ -34,7 +34,7 @@ class PackedBatch:
     # ---- borders, on the host ----
     cu_seqlens: np.ndarray  # (B + 1,) int32: row b holds the tokens cu_seqlens[b] … cu_seqlens[b + 1] − 1
     cu_learnt: np.ndarray  # (B + 1,) int32: likewise in the columns of learnt tokens
-    slices: np.ndarray  # (S + 1,) int32: rows slices[s] … slices[s + 1] − 1 are the optimizer's batch s
+    slices: np.ndarray  # (S + 1,) int32: rows slices[s] … slices[s + 1] − 1 are optimizer batch s
 
     # ---- columns of the tokens ----
     ids: Any  # int32
@@ -68,7 +68,7 @@ class PackedBatch:
     ) -> PackedBatch:
         """A batch on the host. sequences: ids of each row, arrays or lists; mask: (T,), over all rows.
 
-        columns: any others by name. slices: borders of the optimizer's batches; default: one batch.
+        columns: any others by name. slices: borders of the optimizer batches; default: one batch.
         """
         ids, cu_seqlens = concatenated(sequences)
         mask = np.array(mask, bool)
@@ -123,7 +123,7 @@ class PackedBatch:
         return replace(self, ids=backend.array(ids), positions=backend.array(positions), _borders=borders, **moved)
 
     def micro_batches(self, index: int, max_tokens: int) -> list[Rows]:
-        """The rows of optimizer's batch `index` in passes of at most max_tokens tokens (a longer row stands alone).
+        """The rows of optimizer batch `index` in passes of at most max_tokens tokens (a longer row stands alone).
 
         Rows with a gradient come first, as they were built; those without run apart from them.
         """
