@@ -1,8 +1,8 @@
 """Reverse-mode differentiation: a Tensor remembers how it was made; backward() walks the graph from the youngest node
 to the oldest.
 
-An op computes its output with the backend's array functions and calls record(output, inputs, rule), where rule(dy)
-returns one gradient array (or None) an input. Weights do not pass gradients through the graph: the rule adds them
+An op computes its output with the backend's array functions and calls record(output, inputs, rule). rule(dy) returns
+one gradient array (or None) for each input. A weight's gradient does not pass through the graph: the rule adds it
 straight into Parameter.grad, in float32, so that micro-batches accumulate there without a copy.
 """
 

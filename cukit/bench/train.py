@@ -1,5 +1,5 @@
-"""bench train: log-prob loss on the completions of packed rows, backward, AdamW; with and without recomputation; and
-the forward pass alone.
+"""bench train: a training step (log-prob loss on the completions of packed rows, backward, AdamW) with and without
+recomputation, and the forward pass alone.
 """
 
 from __future__ import annotations

@@ -110,7 +110,7 @@ def _encoded_rows(rows: Sequence[dict], tokenizer: Tokenizer, chat_template_kwar
 
 
 def _encoded(tokenizer: Tokenizer, texts: list[tuple[str, bool]], data_rows: list[int]) -> list[Ids]:
-    """The ids of texts of which it is known from which data row each comes."""
+    """The ids of texts. data_rows: the data row of each text."""
     try:
         turns = {
             flag: iter(tokenizer.encode_batch([text for text, special in texts if special is flag], flag))

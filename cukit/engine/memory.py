@@ -1,12 +1,12 @@
-"""The planner of memory: what a run holds on its device, item by item and phase by phase, before it holds it.
+"""The memory planner: what a run will hold on its device, item by item and phase by phase.
 
 It sizes the KV cache from what is left, says whether the cache must sleep while training runs, and refuses a run that
 cannot fit. It needs shapes alone: neither weights nor a card.
 
 Two phases share the device. In `rollout` the engine computes prompts and decodes; in `training` a forward pass keeps
 its activations and the backward pass uses them up. What lasts (weights, optimizer state, the step that is captured as a
-graph, the cache unless it sleeps) counts in both. Both phases take their passing arrays from one pool, so the peak is
-the larger phase, not the sum.
+graph, the cache unless it sleeps) counts in both. Both phases take their temporary arrays from one pool, so the peak
+is the larger phase, not the sum.
 """
 
 from __future__ import annotations

@@ -53,8 +53,8 @@ class MLP(Module):
 
 
 class Layer(Module):
-    """One block, between two norms: it takes its input after the input norm, beside the residual stream, and leaves the
-    last addition to the norm that comes next (the next layer's, or the final one), which joins the two.
+    """One block, between two norms. It takes its input after the input norm, beside the residual stream. The norm that
+    comes next (the next layer's, or the final one) makes the block's last addition.
     """
 
     def __init__(self, config: ModelConfig, backend, dtype, layer_index: int):

@@ -1,4 +1,4 @@
-"""What is computed from a decoder's hidden states: a head takes them, so that a model may have several."""
+"""A head computes something from a decoder's hidden states; a model may have several."""
 
 from ..autograd import Parameter, Tensor
 from ..ops import linear, lm_head_logprobs

@@ -1,10 +1,10 @@
-"""The one store of a model's weights: flat buckets, of which the parameters are views.
+"""The one store of a model's weights: flat buckets. The parameters are views of them.
 
 A bucket holds the parameters of one layer that have one dtype and one kind (matrices; vectors: norm weights and
 biases), in order of definition: embedding first, final norm and head last. It is cut into PIECES equal pieces, and a
 rank's share is a run of whole pieces, so that any usual number of ranks divides it; what is left over is zeros and
-stays zero. What belongs to one rank only for another reason (the heads of a tensor-parallel rank) is cut out before,
-by building a model of those rows: a part is cut, then sharded.
+stays zero. Tensor parallelism comes before this: a model is built of one rank's rows alone (its heads), and the buckets
+of that model are then shared out.
 
 Gradients lie in buffers of the same layout, in float32 (float64 for float64). A bucket's buffer appears, as zeros,
 when a backward pass first reaches one of its parameters, and goes after the update.

@@ -1,6 +1,6 @@
 """The live display of a run, or plain lines where stdout is no terminal; log lines for a command line's user.
 
-A display never ends work: what a stream's encoding lacks is replaced, and a stream that was closed goes silent.
+A display never ends a run: characters that a stream's encoding lacks are replaced, and a closed stream goes silent.
 """
 
 import logging

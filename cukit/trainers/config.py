@@ -1,6 +1,6 @@
 """One options class a trainer; names, defaults and meaning are TRL's.
 
-Values stay as they were given (None stays None); what follows from several of them is a property.
+Values stay as they were given (None stays None). A value that follows from several of them is a property.
 """
 
 import logging

@@ -1,4 +1,4 @@
-"""Completions for reinforcement learning: the engine on the trainer's weights, and what it drew as arrays."""
+"""Completions for reinforcement learning: the engine on the trainer's weights, and its samples as arrays."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """cublasGemmEx of the library that CuPy loaded, called through ctypes: CuPy's own binding refuses stream capture.
 
-The same for cupy-cuda12x (libcublas.so.12) and cupy-cuda13x (libcublas.so.13): the functions and numbers used here are
-those of both. Sums are taken in float32 (float64 for float64), without TF32 and without split sums in half precision.
+It serves cupy-cuda12x (libcublas.so.12) and cupy-cuda13x (libcublas.so.13): both have the functions and numbers used
+here. Sums are taken in float32 (float64 for float64), without TF32 and without split sums in half precision.
 """
 
 import ctypes

@@ -1,7 +1,7 @@
 """The memory of the card: how much is free, and memory that is given back while its addresses stay.
 
-CUDA graphs hold addresses, so what sleeps must come back where it was: addresses are reserved once, and the driver maps
-memory to them and unmaps it (CUDA driver API, "Virtual Memory Management").
+CUDA graphs hold addresses, so sleeping memory must come back at its old ones. Addresses are reserved once; the driver
+maps memory to them and unmaps it (CUDA driver API, "Virtual Memory Management").
 """
 
 import contextlib
