@@ -168,7 +168,7 @@ def backward(outputs, grads):
     """Add Σ grad · d(output)/d(leaf) to the grad of every leaf that requires one. An output with gradient None is left
     out.
 
-    The graph is taken apart on the way, so that activations are freed as soon as they are used: it serves once.
+    The graph is taken apart on the way, so that activations are freed as soon as they are used. So it serves once.
     """
     waiting = {}  # node -> gradient of each of its outputs
 

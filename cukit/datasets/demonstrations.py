@@ -7,7 +7,7 @@ from ..tokenizer import Tokenizer
 from .sources import QUESTION_COLUMNS, checked_column, column_names, located, prompt_of
 
 Ids = list[int]
-# Texts of a row, each with whether special tokens are added, and what makes (ids, mask) of the ids of these texts.
+# Texts of a row, each with a flag (add special tokens), and a function that makes (ids, mask) of their ids.
 Plan = tuple[list[tuple[str, bool]], Callable[[list[Ids]], tuple[Ids, Ids]]]
 ROWS_AT_ONCE = 2000  # encoded in one call, on all cores
 

@@ -229,7 +229,7 @@ class EngineCore:
             self.requests.pop(seq.request.request_id, None)
 
     def _restart(self) -> None:
-        """After an interrupted step: unfinished requests compute their tokens anew, which stay what they were."""
+        """After an interrupted step: unfinished requests keep their tokens and compute their KV anew."""
         with self._turn:
             added = {sequence.request.request_id for sequence, _ in self._added}
             requests = [request for request in self.requests.values() if request.request_id not in added]

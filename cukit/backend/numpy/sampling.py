@@ -112,7 +112,7 @@ def _top_p_threshold(logits, top_p):
     threshold = np.empty(len(logits), logits.dtype)
     pending = np.arange(len(logits))
     width = _TOP_P_CANDIDATES
-    # The nucleus is nearly always among the first few hundred: sort these, and all of a row only where it is not.
+    # The nucleus is nearly always among the first few hundred: sort these, and a whole row only if it is not.
     while len(pending):
         part = logits[pending]
         if width < vocab_size:
