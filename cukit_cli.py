@@ -1,7 +1,8 @@
 """The command line of cukit: the table of commands, and how a command ends.
 
-What a user can cause ends in one line; CUKIT_TRACEBACK=1 shows where it came from. Exit codes: 0; 2 after a mistake in
-options, data or models; 1 where the machine refuses (memory, files); 130 after Ctrl-C; 141 where stdout was closed.
+An error that a user can cause ends in one line; CUKIT_TRACEBACK=1 shows where it came from. Exit codes: 0; 2 after a
+mistake in options, data or models; 1 where the machine refuses (memory, files); 130 after Ctrl-C; 141 where stdout was
+closed.
 """
 
 import os

@@ -1,8 +1,8 @@
 """Reverse-mode differentiation: a Tensor remembers how it was made; backward() walks the graph from the youngest node
 to the oldest.
 
-An op computes its output with the backend's array functions and calls record(output, inputs, rule), where rule(dy)
-returns one gradient array (or None) an input. Weights do not pass gradients through the graph: the rule adds them
+An op computes its output with the backend's array functions and calls record(output, inputs, rule). rule(dy) returns
+one gradient array (or None) for each input. A weight's gradient does not pass through the graph: the rule adds it
 straight into Parameter.grad, in float32, so that micro-batches accumulate there without a copy.
 """
 
@@ -94,7 +94,7 @@ class Parameter(Tensor):
             self._grad[...] = value
 
     def release_grad(self):
-        """Forget the gradient, whose memory goes with its bucket's."""
+        """Forget the gradient; its memory goes with the bucket's."""
         self._grad = None
 
     def grad_buffer(self):
@@ -165,10 +165,10 @@ def _recording(on: bool):
 
 
 def backward(outputs, grads):
-    """Add Σ grad · d(output)/d(leaf) to the grad of every leaf that requires one. Outputs whose gradient is None are
-    left out.
+    """Add Σ grad · d(output)/d(leaf) to the grad of every leaf that requires one. An output with gradient None is left
+    out.
 
-    The graph is taken apart on the way, so that activations are freed as soon as they are used: it serves once.
+    The graph is taken apart on the way, so that activations are freed as soon as they are used. So it serves once.
     """
     waiting = {}  # node -> gradient of each of its outputs
 

@@ -98,8 +98,8 @@ class AdamW:
     def _grad_norm(self) -> float:
         """Global L2 norm of the gradients of the unscaled loss; NaN or infinity where a gradient is not finite.
 
-        The sum is taken a piece of a bucket, then over the pieces in order: ranks that hold whole pieces agree with one
-        that holds all, in every bit.
+        Each piece of a bucket is summed, then the pieces in order. So ranks that hold whole pieces get the bits of one
+        that holds all.
         """
         be = self.store.backend
         grads = [bucket.grad for bucket in self.store.buckets if bucket.grad is not None]

@@ -1,7 +1,7 @@
 """Write data/arithmetic/: the `chain4` task, its careless demonstrations and a held-out test set.
 
-A question is four digits joined by + and -, for example `2+9+9-6`, whose running total never becomes negative. A
-worked answer computes one step a line and repeats the last total after `####`:
+A question is four digits joined by + and -, for example `2+9+9-6`. Its running total never becomes negative. A worked
+answer computes one step a line and repeats the last total after `####`:
 
     2+9=11
     11+9=20
@@ -12,9 +12,9 @@ sft.jsonl   demonstrations of a careless teacher: {"prompt": [user message], "co
 train.jsonl questions for reinforcement learning: {"prompt": [user message], "answer": "14"}
 test.jsonl  held-out questions in the same form
 
-No question stands in two files. The teacher is off by ten in 55 % of the steps whose total crosses a ten, and goes on
-from the wrong total. A model taught by it follows that habit when decoding greedily but still samples the right step;
-that is the room which reinforcement learning on the final answer has. Same seed, same bytes.
+No question stands in two files. The teacher is off by ten in 55 % of the steps that cross a ten, and goes on from the
+wrong total. A model taught by it follows that habit when decoding greedily but still samples the right step; that is
+the room which reinforcement learning on the final answer has. Same seed, same bytes.
 
     python data/make_arithmetic.py [--output_dir data/arithmetic] [--seed 0]
 """

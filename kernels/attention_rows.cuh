@@ -62,7 +62,7 @@ struct PagedRows {
     __device__ __forceinline__ const SCALAR* row(int i) const { return base + (long long)slot(i) * stride; }
 };
 
-// Rows of a paged cache whose slots have been looked up: slots[i] belongs to key first + i.
+// Rows of a paged cache after their slots have been looked up: slots[i] belongs to key first + i.
 struct SlotRows {
     const SCALAR* base;
     const int* slots;

@@ -36,7 +36,7 @@ struct Workspace {
     int best_id[LOGITS_WARPS];
 };
 
-// What the filters keep: values whose key is at least `key` and whose probability is at least min_p times the largest.
+// What the filters keep: values with a key of at least `key` and a probability of at least min_p times the largest.
 struct Filter {
     unsigned key = 0;
     float maximum = 0.0f, min_p = 0.0f;
@@ -143,8 +143,8 @@ __device__ __forceinline__ void add_to_bin(Workspace& work, unsigned bin, bool b
 __device__ __forceinline__ int digit_shift(int level) { return level == 0 ? 21 : level == 1 ? 10 : 0; }
 __device__ __forceinline__ int digit_bits(int level) { return level == 2 ? 10 : 11; }
 
-// What a scan does with the values that the filter keeps: put those whose higher digits are `prefix` into the bins of
-// digit `level`, or append those whose first digit is at least `prefix` to the list.
+// What a scan does with the values that the filter keeps: put them into the bins of digit `level` if their higher
+// digits are `prefix`, or append them to the list if their first digit is at least `prefix`.
 struct Scan {
     unsigned prefix;
     int level;

@@ -18,7 +18,7 @@ __device__ __forceinline__ uint4 philox(u64 seed, unsigned position, unsigned bl
     return word;
 }
 
-// In (0, 1): rounding may give 1, whose noise would be infinite.
+// In (0, 1): rounding may give 1, and its noise would be infinite.
 __device__ __forceinline__ float uniform_of(unsigned word) {
     return fminf((__uint2float_rn(word) + 0.5f) * 2.3283064365386963e-10f, 0.99999994f);
 }

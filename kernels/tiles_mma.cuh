@@ -98,7 +98,7 @@ __device__ __forceinline__ void write_rows(SCALAR* buffer, SCALAR* out, long lon
 struct WarpTiles {
     static constexpr bool TOGETHER = false;  // a warp may leave products out that others take
     static constexpr int STEP = 32;          // rows that a gradient takes at once
-    static constexpr int UNROLL = 2;         // copies whose addresses a thread holds at once
+    static constexpr int UNROLL = 2;         // copies; a thread holds the addresses of all of them at once
     static constexpr int PERIOD = 1;         // PERIOD rows further in a tile lie PERIOD * ROW_STRIDE elements further
     // An odd number of 16-byte units: ldmatrix reads 8 rows without a bank conflict.
     static constexpr int ROW_STRIDE = PADDED_DIM + 8;
@@ -119,7 +119,7 @@ struct WarpTiles {
     // What the threads of a block have copied can be multiplied from here on.
     __device__ static __forceinline__ void share() { __syncthreads(); }
 
-    // Address of this lane for load_matrices of a 16 x 16 block at (row, column) whose matrices come in the order of
+    // Address of this lane for load_matrices of a 16 x 16 block at (row, column), with the matrices in the order of
     // A's registers (for B's transposed read this is: two k halves, then the next n) ...
     __device__ static __forceinline__ const SCALAR* rows_first(const SCALAR* tile, int row, int column) {
         return tile + (row + (lane() & 15)) * ROW_STRIDE + column + (lane() >> 4) * 8;

@@ -2,7 +2,7 @@
 // result, 16 a warp, laid out over the threads as there. The sums are the same chain over k in steps of 16, and on one
 // card the bits are the same (measured on H100 and H200).
 //
-// A tile is panels of 64 columns; a panel's row is 128 bytes, whose 16-byte units are permuted by the row's number
+// A tile is panels of 64 columns. A panel's row is 128 bytes; its 16-byte units are permuted by the row's number
 // modulo 8 ("128-byte swizzle"). A product names a tile by a descriptor (PTX ISA, "Matrix Descriptor Format"):
 // address / 16, bytes / 16 from one group of 8 rows to the next in bits 32 to 45 (and in 16 to 29, which mean nothing
 // at these sizes), swizzle mode 1 in bits 62 and 63.

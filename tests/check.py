@@ -179,7 +179,7 @@ def check_errors(what, got, near, true, dtype):
     The maximum: max|error| ≤ 2 · the yardstick's + one ulp at the largest value. In bfloat16 that ulp is up to 0.8 % of
     the largest value, for every element, however small. So what is stored in a half type must also hold in the mean:
     rms(error) ≤ 2 · rms(yardstick's error) + c · rms(ulp), the ulp being that of each element, with
-    c = 1/√12 + (1 − 1/√12)/√n. Rounding exact results to nearest gives errors spread evenly over ± ulp/2, whose rms is
+    c = 1/√12 + (1 − 1/√12)/√n. Rounding exact results to nearest gives errors spread evenly over ± ulp/2. Their rms is
     ulp/√12: c is that for many elements. The mean square of few elements scatters, by 1/√n of itself; for one element
     the rule is the maximum's.
 

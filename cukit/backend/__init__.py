@@ -1,5 +1,6 @@
-"""Where arrays live: the only place that asks. A backend is a module, the shelf numpy/ or cuda/; CONTRACT is what each
-of them offers.
+"""The backend of an array or a device. No other code asks where arrays live.
+
+A backend is a package of array functions, numpy/ or cuda/; each is called a shelf. CONTRACT lists what each offers.
 """
 
 import ctypes.util

@@ -1,5 +1,5 @@
-"""Measurements: each array function against the hardware's limits, generation and training workloads. Here: their
-options.
+"""Measurements: each array function against the hardware's limits; generation and training workloads. This file holds
+their options.
 """
 
 from pathlib import Path

@@ -1,9 +1,9 @@
 """The array functions that training and decoding call, each with its inputs, the bytes it must move at least and the
 FLOPs it must do.
 
-Bytes: every input that is read and every result, once; of tables only the rows that are used. FLOPs: matrix products
-alone (of causal attention the visible half); what is done on the way to memory is not counted. T tokens, B sequences, C
-hidden, H query heads, K key heads, D head_dim, W = (H + 2K)·D, F intermediate, V vocabulary.
+Bytes count every input that is read and every result once, and of a table only the rows that are used. FLOPs count
+matrix products alone (of causal attention the visible half), not the work done on the way to memory. T tokens, B
+sequences, C hidden, H query heads, K key heads, D head_dim, W = (H + 2K)·D, F intermediate, V vocabulary.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ CACHE_BYTES = (
     128 << 20
 )  # inputs of this size in turn leave nothing of a call in the cache for the next (an H100 has 50 MB)
 MOST_COPIES = 32
-HOST_BOUND = 0.9  # share of a call's time after which the host is what one waits for
+HOST_BOUND = 0.9  # a call waits for the host if the host takes at least this share of its time
 
 
 def run(options: KernelsBench) -> dict:

@@ -1,4 +1,4 @@
-"""A report: what was measured where, and its rows; as a table and as JSON."""
+"""A report of measurements: where they were made, and their rows. Printed as a table, written as JSON."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""bench train: log-prob loss on the completions of packed rows, backward, AdamW; with and without recomputation; and
-the forward pass alone.
+"""bench train: a training step (log-prob loss on the completions of packed rows, backward, AdamW) with and without
+recomputation, and the forward pass alone.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def run(options: TrainBench) -> dict:
     report = new_report("train", subject, options) | {"scale": scale, "micro_batches": len(step.micro_batches)}
     rows = report["rows"]
     # from the least memory to the most, since a CPU's process only knows its highest point
-    rows.append(_row("log-probs, no gradient", None, lambda: _score(model, step), subject, step, options, before))
+    rows.append(_row("log-probs, no gradient", None, lambda: _logprobs(model, step), subject, step, options, before))
     optimizer = AdamW(model.store, LEARNING_RATE)
     for recompute in (True, False):
         model.gradient_checkpointing = recompute
@@ -109,7 +109,7 @@ def _row(
     }
 
 
-def _score(model, step: Step) -> None:
+def _logprobs(model, step: Step) -> None:
     with no_grad():
         for rows in step.micro_batches:
             model.backend.to_numpy(packed_logprobs(model, rows.tokens)[0].data)

@@ -1,1 +1,1 @@
-"""What the command line runs."""
+"""The commands that cukit_cli.py runs, and how their options are read."""

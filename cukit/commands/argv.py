@@ -1,4 +1,4 @@
-"""The words of a command line as options: which words are options, how many values follow, what a text means."""
+"""Reads the words of a command line: which of them are options, how many values follow, what a text means."""
 
 import json
 import re
@@ -21,7 +21,7 @@ def split_words(words: list[str], known: dict[str, Option]) -> tuple[dict[str, A
     """-> (values of known options, values of unknown ones), as texts.
 
     An option takes the words up to the next option: a list several (and it may be repeated), a true-or-false option
-    none or one. Of an option that is given twice the later counts. `--name=value` gives a value that looks like an
+    none or one. If an option is given twice, the later counts. `--name=value` gives a value that looks like an
     option.
     """
     found: dict[str, Any] = {}

@@ -1,6 +1,6 @@
-"""--dry_run: the resolved options as YAML that --config takes, and as comments the number of steps and the memory plan.
+"""--dry_run: print the resolved options as YAML for --config, with the number of steps and the memory plan as comments.
 
-Neither weights nor an engine are made: the model's config.json and tokenizer are enough.
+It loads no weights and makes no engine: the model's config.json and tokenizer are enough.
 """
 
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""eval: a model's completions of rows, and what rewards say of them."""
+"""eval: complete the rows of a data file with a model, and report the rewards."""
 
 import time
 from typing import Any

@@ -1,4 +1,4 @@
-"""kernels build: compile every kernel ahead."""
+"""kernels build: compile every kernel ahead of its use."""
 
 import time
 from typing import Any

@@ -1,4 +1,4 @@
-"""Options of a command: from its classes, the command line, YAML files and recipes; and where bundled files lie."""
+"""A command's options, from its classes, the command line, YAML files and recipes; and where bundled files lie."""
 
 import sys
 from pathlib import Path

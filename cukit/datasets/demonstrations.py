@@ -7,7 +7,7 @@ from ..tokenizer import Tokenizer
 from .sources import QUESTION_COLUMNS, checked_column, column_names, located, prompt_of
 
 Ids = list[int]
-# Texts of a row, each with whether special tokens are added, and what makes (ids, mask) of the ids of these texts.
+# Texts of a row, each with a flag (add special tokens), and a function that makes (ids, mask) of their ids.
 Plan = tuple[list[tuple[str, bool]], Callable[[list[Ids]], tuple[Ids, Ids]]]
 ROWS_AT_ONCE = 2000  # encoded in one call, on all cores
 
@@ -18,7 +18,7 @@ def check_ids(ids: Sequence[int], model_rows: int, where: str) -> None:
     if largest >= model_rows:
         raise ValueError(
             f"{where}: token id {largest} has no row in the model, which has {model_rows}; "
-            "use the model's own tokenizer, or a model whose embedding was enlarged for it"
+            "use the model's own tokenizer, or a model with an embedding enlarged for it"
         )
 
 
@@ -110,7 +110,7 @@ def _encoded_rows(rows: Sequence[dict], tokenizer: Tokenizer, chat_template_kwar
 
 
 def _encoded(tokenizer: Tokenizer, texts: list[tuple[str, bool]], data_rows: list[int]) -> list[Ids]:
-    """The ids of texts of which it is known from which data row each comes."""
+    """The ids of texts. data_rows: the data row of each text."""
     try:
         turns = {
             flag: iter(tokenizer.encode_batch([text for text, special in texts if special is flag], flag))

@@ -1,4 +1,4 @@
-"""Which rows come next: packing without padding, and an order for each epoch."""
+"""Which rows come next: whole rows packed into bins, and an order for each epoch."""
 
 import bisect
 from collections.abc import Sequence
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 
-def pack(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+def pack_bins(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     """Indices of `lengths` in bins of at most `max_tokens`: best fit decreasing, deterministic, nothing is padded."""
     bins: list[list[int]] = []
     room: list[tuple[int, int]] = []  # (tokens left, bin), sorted

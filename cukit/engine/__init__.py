@@ -1,1 +1,1 @@
-"""The rollout engine: sequences, KV blocks, scheduler, model runner, and LLM, its public face."""
+"""The rollout engine: sequences, KV blocks, scheduler, model runner, and LLM, its public interface."""

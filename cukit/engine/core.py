@@ -1,4 +1,4 @@
-"""The engine's core: requests come in, step() advances all of them, each owns what became of it.
+"""The engine's core: requests come in, step() advances all of them, and each request owns its output.
 
 Any thread may add and abort, and any caller may step: a step serves the requests of all callers. One thread
 steps at a time; the others wait until that step ends and then look at their own requests. The core has no loop.
@@ -80,8 +80,8 @@ class EngineCore:
         """Queue checked ids (check_prompt); step() makes the request grow.
 
         with_text: keep the text up to date token by token, for a stream. keeps_cache: the KV of finished samples stays
-        until release(), memory permitting. after: a finished sample with such KV, its token_ids the beginning
-        of prompt_ids (a further turn): the new request takes the KV over and computes only what follows.
+        until release(), memory permitting. after: a finished sample with such KV; prompt_ids begins with its token_ids
+        (a further turn). The new request takes the KV over and computes only what follows.
         """
         seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
         stop_texts = StopTexts.of(params.stop, self.tokenizer)
@@ -229,7 +229,7 @@ class EngineCore:
             self.requests.pop(seq.request.request_id, None)
 
     def _restart(self) -> None:
-        """After an interrupted step: unfinished requests compute their tokens anew, which stay what they were."""
+        """After an interrupted step: unfinished requests keep their tokens and compute their KV anew."""
         with self._turn:
             added = {sequence.request.request_id for sequence, _ in self._added}
             requests = [request for request in self.requests.values() if request.request_id not in added]

@@ -1,4 +1,4 @@
-"""LLM: generate, chat and score with one model; the blocking face of the engine."""
+"""LLM: generate, chat and score with one model; the blocking interface to the engine."""
 
 from __future__ import annotations
 

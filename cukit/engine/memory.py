@@ -1,12 +1,12 @@
-"""The planner of memory: what a run holds on its device, item by item and phase by phase, before it holds it.
+"""The memory planner: what a run will hold on its device, item by item and phase by phase.
 
 It sizes the KV cache from what is left, says whether the cache must sleep while training runs, and refuses a run that
 cannot fit. It needs shapes alone: neither weights nor a card.
 
 Two phases share the device. In `rollout` the engine computes prompts and decodes; in `training` a forward pass keeps
 its activations and the backward pass uses them up. What lasts (weights, optimizer state, the step that is captured as a
-graph, the cache unless it sleeps) counts in both. Both phases take their passing arrays from one pool, so the peak is
-the larger phase, not the sum.
+graph, the cache unless it sleeps) counts in both. Both phases take their temporary arrays from one pool, so the peak
+is the larger phase, not the sum.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from .shapes import (
 logger = logging.getLogger(__name__)
 
 CPU_CACHE_BYTES = 4 << 30  # the KV cache of the CPU grows to this at most unless num_kv_blocks says otherwise
-# CuPy's pool keeps what it once took, and not every array fits into its gaps. The driver sees so much more than the
-# arrays of a phase, and in training besides one chunk of logits, whose size changes with the batch, and what prompts
-# took in the rollout. The six runs of tests/oracle/memory_plan.py say how much.
+# CuPy's pool keeps what it once took, and not every array fits into its gaps. So the driver sees this share more than
+# the arrays of a phase. In training it also sees one chunk of logits (its size changes with the batch) and what prompts
+# took in the rollout. The numbers come from the six runs of tests/oracle/memory_plan.py.
 POOL_WASTE = 0.08
-# A cache that sleeps costs two times 0.1 s a step; it is worth that only where it then holds so many times more.
+# A sleeping cache costs twice 0.1 s a step. It is worth that only where it then holds this many times more.
 SLEEP_GAIN = 2
 PACKED_BYTES = 40  # of one token of a packed batch: ids, positions, mask, and float32 columns
 LARGEST = 4  # items that an error names

@@ -1,4 +1,4 @@
-"""A request and its samples. A request owns its output: its holder reads from it, after steps of any caller."""
+"""A request and its samples. A request owns its output: its caller reads from it, after steps of any caller."""
 
 from __future__ import annotations
 

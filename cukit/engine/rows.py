@@ -1,8 +1,8 @@
 """The sequences that decode, one a row, and everything about a row that a step reads.
 
-Rows 0 … count - 1 are in use: a sequence that leaves is replaced by the last one. What the device reads lies in one
-block of host memory, which *is* the step's input: settings are written when a row changes, positions are counted on in
-place, and one copy brings all of it. Block tables stay on the device; only their changes are sent.
+Rows 0 … count - 1 are in use: a sequence that leaves is replaced by the last one. The step's
+input is one block of host memory: settings are written there when a row changes, positions are counted up in place, and
+one copy takes all of it to the device. Block tables stay on the device; only their changes are sent.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""From a scheduled step to arrays, through the model, to drawn tokens.
+"""Runs a scheduled step: makes its arrays, calls the model, draws tokens.
 
-The rows' inputs stand ready in one buffer (rows.py): a decode step is one copy, one forward pass and one draw, which a
-device with graphs replays as one launch. The spans of prompts are one more packed pass.
+The rows' inputs stand ready in one buffer (rows.py). So a decode step is one copy, one forward pass and one draw; a
+device with graphs replays it as one launch. The spans of prompts take one more packed pass.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Which sequences compute which tokens in a step.
 
 A step decodes one token of each row (a sequence past its prompt), then spends what is left of the token budget on spans
-of prompts, in order of arrival. Without a free block the sequence that arrived last is preempted: it gives its blocks
+of prompts, in order of arrival. If no block is free, the sequence that arrived last is preempted: it gives its blocks
 back and computes its tokens anew later. The oldest sequence is never preempted for another, and each fits the pool
 alone, so every step makes progress.
 """

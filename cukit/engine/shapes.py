@@ -140,8 +140,8 @@ def _moments(use, backend, tokens, gradient_checkpointing, gradients_stay, gradi
     layers, hidden = config.num_hidden_layers, tokens * config.hidden_size * dtype.itemsize
     kept = tokens * (layer.residual if gradient_checkpointing else layer.saved)
     one_layer = tokens * (layer.saved if gradient_checkpointing else 0)
-    # The pool makes no weights' gradients out of what it kept between layers, which is cut otherwise; out of the arrays
-    # of whole layers it does.
+    # The pool cannot use the arrays kept between layers again for weights' gradients, since their sizes differ. It can
+    # use those of whole layers.
     gaps = ("gaps where activations were", (layers - 1) * kept if gradient_checkpointing else 0)
     head_gradient = config.vocab_size * config.hidden_size * use.gradient_bytes * use.head
     first = gradients if gradients_stay else min(gradients, head_gradient)

@@ -11,7 +11,7 @@ from ..ops import attention
 
 @dataclass(slots=True)
 class PackedCausal:
-    """Whole sequences side by side, no cache: training and scoring. cu_seqlens (B + 1,) int32."""
+    """Whole sequences side by side, no cache: training and log-probabilities. cu_seqlens (B + 1,) int32."""
 
     cu_seqlens: Any
 

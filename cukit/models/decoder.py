@@ -53,8 +53,8 @@ class MLP(Module):
 
 
 class Layer(Module):
-    """One block, between two norms: it takes its input after the input norm, beside the residual stream, and leaves the
-    last addition to the norm that comes next (the next layer's, or the final one), which joins the two.
+    """One block, between two norms. It takes its input after the input norm, beside the residual stream. The norm that
+    comes next (the next layer's, or the final one) makes the block's last addition.
     """
 
     def __init__(self, config: ModelConfig, backend, dtype, layer_index: int):
@@ -64,7 +64,7 @@ class Layer(Module):
         self.mlp = MLP(config, backend, dtype)
 
     def __call__(self, h, residual, positions, attend, rope):
-        """h = input_layernorm(residual), both (T, C) -> (x, residual'), whose sum is the next residual stream."""
+        """h = input_layernorm(residual), both (T, C) -> (x, residual'); their sum is the next residual stream."""
         h = self.self_attn(h, positions, attend, rope)
         h, residual = add_rms_norm(h, residual, self.post_attention_layernorm.weight, self.post_attention_layernorm.eps)
         return self.mlp(h), residual

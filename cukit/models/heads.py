@@ -1,4 +1,4 @@
-"""What is computed from a decoder's hidden states: a head takes them, so that a model may have several."""
+"""A head computes something from a decoder's hidden states; a model may have several."""
 
 from ..autograd import Parameter, Tensor
 from ..ops import linear, lm_head_logprobs
@@ -6,7 +6,7 @@ from .modules import Module
 
 
 class LanguageModelHead(Module):
-    """Scores over the vocabulary. weight (V, C): its own, or the embedding's.
+    """Logits over the vocabulary. weight (V, C): its own, or the embedding's.
 
     vocab_size: ids from here on take no part in probabilities; at most V.
     """

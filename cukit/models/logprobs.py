@@ -14,11 +14,11 @@ from .attend import PackedCausal
 
 @dataclass(slots=True)
 class PackedTokens:
-    """Whole sequences side by side on the model's device, and the tokens among them whose log-probabilities are wanted.
+    """Whole sequences side by side on the model's device, and the wanted tokens: those that need a log-probability.
 
     ids, positions (T,) int32. cu_seqlens (B + 1,) int32 from 0 to T. predictors (N,) int32: the row before each wanted
-    token, whose hidden state predicts it. targets (N,) int32: the wanted tokens. Rows that no predictor names may be
-    filling: their numbers must be finite and are not read.
+    token; its hidden state predicts that token. targets (N,) int32: the wanted tokens. Rows that no predictor names
+    may be filling: their numbers must be finite and are not read.
     """
 
     ids: Any

@@ -1,6 +1,6 @@
 """Parameters by name. A module declares them and applies an op; everything that computes is in ops/.
 
-A declared parameter has a shape and a dtype, but no memory: a Store (store.py) gives all of them theirs.
+A declared parameter has a shape and a dtype, but no memory: a Store (store.py) gives it its memory.
 """
 
 import numpy as np

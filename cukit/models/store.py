@@ -1,18 +1,18 @@
-"""The one store of a model's weights: flat buckets, of which the parameters are views.
+"""The one store of a model's weights: flat buckets. The parameters are views of them.
 
 A bucket holds the parameters of one layer that have one dtype and one kind (matrices; vectors: norm weights and
 biases), in order of definition: embedding first, final norm and head last. It is cut into PIECES equal pieces, and a
 rank's share is a run of whole pieces, so that any usual number of ranks divides it; what is left over is zeros and
-stays zero. What belongs to one rank only for another reason (the heads of a tensor-parallel rank) is cut out before,
-by building a model of those rows: a part is cut, then sharded.
+stays zero. Tensor parallelism comes before this: a model is built of one rank's rows alone (its heads), and the buckets
+of that model are then shared out.
 
 Gradients lie in buffers of the same layout, in float32 (float64 for float64). A bucket's buffer appears, as zeros,
 when a backward pass first reaches one of its parameters, and goes after the update.
 
-Freezing a parameter (requires_grad = False), at any time, moves nothing: it gets no gradient and no update. A bucket
-whose parameters are all frozen has neither gradient nor optimizer state; since a layer's matrices and vectors lie
-apart, that covers frozen layers, a frozen embedding, and training norms alone. In a bucket of both kinds the frozen
-ones' share of gradient and state lies unused.
+Freezing a parameter (requires_grad = False), at any time, moves nothing: it gets no gradient and no update. If all
+parameters of a bucket are frozen, it has neither gradient nor optimizer state. A layer's matrices and vectors lie
+apart, so that covers frozen layers, a frozen embedding, and training norms alone. If only some are frozen, their share
+of gradient and state lies unused.
 """
 
 import math
@@ -120,7 +120,7 @@ class Bucket:
 class Store:
     """The buckets of a model, and its parts by name.
 
-    parameters: dotted name -> Parameter, whose array moves into a bucket. parts: name -> (parameter, its rows), the
+    parameters: dotted name -> Parameter; its array moves into a bucket. parts: name -> (parameter, its rows), the
     names that checkpoints use; by default each parameter is a part under its own name.
     """
 

@@ -1,4 +1,4 @@
-"""Causal attention of packed sequences (training, scoring)."""
+"""Causal attention of packed sequences, for training and log-probabilities."""
 
 from ..autograd import Tensor, record
 

@@ -1,7 +1,8 @@
 r"""The one reader of answers, for golds and for completions: text or LaTeX -> Answer, and whether two are the same.
 
 Texts are the same answer if they are the same number, or if they typeset to the same formula once spacing, braces and
-notation are unified. Formulas are not rearranged: `x+1` is not `1+x`. What can not be read is the same as nothing.
+notation are unified. Formulas are not rearranged: `x+1` is not `1+x`. A text that can not be read is the same as no
+other.
 """
 
 import re
@@ -80,7 +81,7 @@ BOX = re.compile(
 
 
 def last_boxed(text: str) -> str | None:
-    r"""What stands in the last box: `\boxed{...}` or `\fbox{...}` whose braces close, or `\boxed 7`.
+    r"""The content of the last box: `\boxed{...}` or `\fbox{...}` with braces that close, or `\boxed 7`.
 
     None if there is none, or if the last one has no braces and holds more than one character.
     """

@@ -1,4 +1,4 @@
-"""What the built-in rewards read of a row: the text of its completion, and the answers that its own columns give."""
+"""What the built-in rewards read of a row: the text of its completion, and the right answers in its columns."""
 
 import math
 from decimal import Decimal

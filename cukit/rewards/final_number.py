@@ -23,10 +23,10 @@ EMPHASIS = re.compile(r"\*\*([^*]+)\*\*")
 def gsm8k(completions, answer=None, solution=None, **kwargs) -> list[float | None]:
     r"""1.0 if the number after the completion's last `####` is the answer; None where the row's own can not be read.
 
-    On the line after `####` stands the answer and nothing that an answer may not carry: `$1,234`, `42.0`, `5/8`,
-    `- 8`, `42 dollars.` are numbers; `6 + 6`, `6e3`, `6 or 7`, `6/2` are not. Without a marker the last `\boxed{...}`
-    counts, without that the last number of the text. The row's answer is read in the same way, but it must mark its
-    number or be one as a whole.
+    The line after `####` holds the answer and nothing that an answer may not carry: `$1,234`, `42.0`, `5/8`, `- 8`,
+    `42 dollars.` are numbers; `6 + 6`, `6e3`, `6 or 7`, `6/2` are not. Without a marker the last `\boxed{...}` counts;
+    without a box, the last number of the text. The row's answer is read in the same way, but it must mark its number
+    or be one as a whole.
     """
     golds = gold_texts(len(completions), answer, solution, "gsm8k")
     return _scores(completions, golds, _marked_number, lambda text: _marked_number(text, guess=True))

@@ -257,7 +257,7 @@ def _is_factor(item) -> bool:
 
 
 def _folded(items: list) -> Formula:
-    """The items with every a/b that can mean only one thing as the fraction, a leading minus before its fraction."""
+    """The items with every a/b that can mean only one thing made a fraction; its leading minus comes before it."""
     found: list = []
     term: list = []
     for item in items:

@@ -119,7 +119,7 @@ def _defined_at(function: Callable) -> str:
 
 
 def _where_it_failed(function: Callable, error: BaseException, completions: Sequence) -> str:
-    """Of the frames that an error came through the deepest one in the reward's own file, and the completion it had."""
+    """The deepest frame of the error in the reward's own file, and the completion it had."""
     code = _code_of(function)
     frames = list(traceback.walk_tb(error.__traceback__))[1:]  # without the call itself
     if code is None or not frames:

@@ -1,4 +1,4 @@
-"""Words behind a number: what a unit is in a formula, what no unit is anywhere."""
+"""Words behind a number: those that are units in a formula, and those that are never units."""
 
 # Units that count as such even where letters are variables (`14 cm` without \\text).
 UNITS = frozenset(

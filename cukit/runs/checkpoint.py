@@ -102,7 +102,7 @@ def remove_checkpoint(folder: Path) -> None:
 
 
 def _remove_left_overs(run: Path) -> None:
-    """Delete what runs left that were killed while they saved or deleted."""
+    """Delete what killed runs left half saved or half deleted."""
     for path in run.glob(".checkpoint-*.tmp-*"):
         shutil.rmtree(path, ignore_errors=True)
 
@@ -116,7 +116,7 @@ def rotate_checkpoints(run: str | os.PathLike, save_total_limit: int | None) -> 
 
 
 def set_aside_later(run: str | os.PathLike, step: int) -> list[Path]:
-    """Rename the checkpoints after `step`, from which a run goes on in another way: no later resume takes them."""
+    """Rename the checkpoints after `step`, where a run goes on in another way: no later resume takes them."""
     moved = []
     for path in list_checkpoints(run):
         if int(CHECKPOINT_NAME.fullmatch(path.name)[1]) > step:

@@ -1,4 +1,4 @@
-"""How a run writes its small files, and names that are free."""
+"""Writes a run's small files, and finds names that are free."""
 
 import os
 from pathlib import Path

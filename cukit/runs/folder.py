@@ -1,4 +1,4 @@
-"""A run folder on disk: config.yaml, metrics.jsonl, completions.jsonl, checkpoint-N/, at its top the final model."""
+"""A run folder on disk: config.yaml, metrics.jsonl, completions.jsonl, checkpoint-N/; the final model at its top."""
 
 import logging
 import os
@@ -120,7 +120,7 @@ def _without_place(text: str):
 class RunLock:
     """One run at a time in a folder: .lock holds the process id of the run.
 
-    The lock itself is the system's, which frees it when the process ends in whatever way: the file of a killed run
+    The lock itself is the system's, and is freed however the process ends: the file of a killed run
     locks nothing. Where the file system knows no locks, nothing is locked.
     """
 

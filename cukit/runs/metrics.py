@@ -1,4 +1,4 @@
-"""What a run tells: metrics.jsonl and completions.jsonl in the run folder, means over steps, timers of phases."""
+"""What a run records: metrics.jsonl and completions.jsonl in the run folder, means over steps, timers of phases."""
 
 import json
 import logging

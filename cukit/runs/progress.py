@@ -1,6 +1,6 @@
 """The live display of a run, or plain lines where stdout is no terminal; log lines for a command line's user.
 
-A display never ends work: what a stream's encoding lacks is replaced, and a stream that was closed goes silent.
+A display never ends a run: characters that a stream's encoding lacks are replaced, and a closed stream goes silent.
 """
 
 import logging
@@ -25,7 +25,7 @@ _live: list["Progress"] = []  # displays that are drawn now; log lines go above 
 
 
 class SafeStream:
-    """A text stream whose write() always succeeds."""
+    """A text stream; its write() always succeeds."""
 
     def __init__(self, stream):
         self._stream = stream

@@ -1,4 +1,4 @@
-"""Chats as text: a model's chat templates, rendered as transformers renders them, and nothing lost on the way."""
+"""Chats as text: a model's chat templates, rendered as transformers renders them. What would be lost is refused."""
 
 import json
 from collections.abc import Sequence

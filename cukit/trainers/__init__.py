@@ -1,1 +1,1 @@
-"""Training methods: the loop they share (trainer), and one file a method that turns rows into a loss."""
+"""Training methods: the loop that they share (trainer, loop), and one file a method that turns rows into a loss."""

@@ -1,12 +1,12 @@
-"""The packed batch: rows of tokens side by side, from the engine's mouth to the loss in one form.
+"""The packed batch: rows of tokens side by side, in one form from the engine to the loss.
 
 Three kinds of columns. A column of the tokens has one value for each of the T tokens. A column of the learnt tokens
 has one for each of the N tokens that the mask marks, in order: what a loss reads needs no gathering. A column of the
 rows has one for each of the B rows. A row is a prompt and its completion, a demonstration, or a conversation of many
-turns, whose mask then has holes. Nothing here loops over tokens.
+turns; the mask of a conversation has holes. Nothing here loops over tokens.
 
-A batch is built once, in the order in which it is trained on, and put on the device once (`to`). Rows are then
-taken as views (`Rows`), and it is saved as the flat arrays that it is.
+A batch is built once, in the order in which it is trained on, and put on the device once (`to`). Rows are views of it
+(`Rows`). A checkpoint saves its flat arrays as they are.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class PackedBatch:
     # ---- borders, on the host ----
     cu_seqlens: np.ndarray  # (B + 1,) int32: row b holds the tokens cu_seqlens[b] … cu_seqlens[b + 1] − 1
     cu_learnt: np.ndarray  # (B + 1,) int32: likewise in the columns of learnt tokens
-    slices: np.ndarray  # (S + 1,) int32: rows slices[s] … slices[s + 1] − 1 are the optimizer's batch s
+    slices: np.ndarray  # (S + 1,) int32: rows slices[s] … slices[s + 1] − 1 are optimizer batch s
 
     # ---- columns of the tokens ----
     ids: Any  # int32
@@ -68,7 +68,7 @@ class PackedBatch:
     ) -> PackedBatch:
         """A batch on the host. sequences: ids of each row, arrays or lists; mask: (T,), over all rows.
 
-        columns: any others by name. slices: borders of the optimizer's batches; default: one batch.
+        columns: any others by name. slices: borders of the optimizer batches; default: one batch.
         """
         ids, cu_seqlens = concatenated(sequences)
         mask = np.array(mask, bool)
@@ -105,8 +105,8 @@ class PackedBatch:
     def to(self, backend) -> PackedBatch:
         """This batch on a device: everything a forward pass or a loss reads is there from now on.
 
-        Rows of a pass are rounded up to the backend's bucket by reading on into the rows that follow; behind the last
-        row lies one more, as long as any of them can need.
+        A pass is rounded up to the backend's row bucket by reading on into the rows that follow. Behind the last row
+        lies a filling row, as long as any pass can need.
         """
         total = self.num_tokens
         rest = total - np.unique(self.cu_seqlens)
@@ -123,7 +123,7 @@ class PackedBatch:
         return replace(self, ids=backend.array(ids), positions=backend.array(positions), _borders=borders, **moved)
 
     def micro_batches(self, index: int, max_tokens: int) -> list[Rows]:
-        """The rows of optimizer's batch `index` in passes of at most max_tokens tokens (a longer row stands alone).
+        """The rows of optimizer batch `index` in passes of at most max_tokens tokens (a longer row stands alone).
 
         Rows with a gradient come first, as they were built; those without run apart from them.
         """

@@ -1,6 +1,6 @@
 """One options class a trainer; names, defaults and meaning are TRL's.
 
-Values stay as they were given (None stays None); what follows from several of them is a property.
+Values stay as they were given (None stays None). A value that follows from several of them is a property.
 """
 
 import logging
@@ -70,9 +70,9 @@ class TrainerConfig(Options):
     adam_epsilon: float = option(1e-8, "AdamW epsilon")
     max_grad_norm: float = option(1.0, "clip the gradient's global norm to this; 0 is off")
     num_train_epochs: float = option(3.0, "passes over the training data")
-    max_steps: int = option(-1, "optimiser steps; -1: as num_train_epochs says")
+    max_steps: int = option(-1, "optimizer steps; -1: as num_train_epochs says")
     per_device_train_batch_size: int = option(8, "rows (for GRPO: completions) per micro-batch")
-    gradient_accumulation_steps: int = option(1, "micro-batches per optimiser step")
+    gradient_accumulation_steps: int = option(1, "micro-batches per optimizer step")
     shuffle_dataset: bool = option(True, "new random order of the rows in every epoch")
     logging_steps: int = option(10, "steps between rows of metrics.jsonl", group="log and checkpoints")
     log_completions: bool = option(
@@ -311,7 +311,7 @@ class GRPOConfig(TrainerConfig):
             f"steps_per_generation={steps}) must be a multiple of num_generations={group}; "
             f"{batch} % {group} = {batch % group}",
         )
-        # An optimiser step that spanned two generation batches would average over different policies.
+        # An optimizer step that spanned two generation batches would average over different policies.
         require(
             steps % accumulation == 0,
             f"steps_per_generation={steps} must be a multiple of gradient_accumulation_steps={accumulation}; "

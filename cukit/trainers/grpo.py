@@ -1,4 +1,4 @@
-"""Group relative policy optimisation: draw n completions of a prompt, score them, raise those above the group's mean.
+"""Group relative policy optimisation: draw n completions of a prompt, reward them, raise those above the group's mean.
 
 GRPO: Shao et al. 2024 ("DeepSeekMath"); DAPO: Yu et al. 2025; Dr. GRPO: Liu et al. 2025. Names and formulas are TRL's.
 """
@@ -140,7 +140,7 @@ class GRPOTrainer(Trainer):
     # ---- generation ----
 
     def _generate(self, generation: int):
-        """Draw and score the generation batch number `generation`; returns it and its metrics."""
+        """Draw and reward the generation batch number `generation`; returns it and its metrics."""
         args = self.args
         picked = [self.train_rows[i] for i in self.sampler.take(self._prompts_a_generation)]
         with self.timer("generate"):
@@ -159,7 +159,7 @@ class GRPOTrainer(Trainer):
         batch = batch.to(self.model.backend)
         if self.reference is not None:
             with self.timer("reference"):
-                batch.ref_logprobs = self._score(self.reference, batch)
+                batch.ref_logprobs = self._reference_logprobs(batch)
         self.num_tokens += sum(map(len, samples.token_ids))
         metrics = sample_metrics(samples) | self.scorer.metrics(by_function, rewards, mean, std)
         self._show(rows[: sizes[0]], samples, rewards, by_function, advantages)
@@ -195,15 +195,15 @@ class GRPOTrainer(Trainer):
                 "look at completions.jsonl"
             )
 
-    def _score(self, model, batch: PackedBatch):
-        """Log-probabilities of the learnt tokens by the training forward pass; they stay on the device."""
-        scores = model.backend.empty(batch.targets.shape, batch.logprobs.dtype)
+    def _reference_logprobs(self, batch: PackedBatch):
+        """The reference's log-probabilities of the learnt tokens, on the device."""
+        found = self.model.backend.empty(batch.targets.shape, batch.logprobs.dtype)
         with no_grad():
             for first, last in batch.cut(self.args.max_tokens_per_batch):
                 rows = Rows(batch, first, last)
-                logprobs, _ = packed_logprobs(model, rows.tokens, self.args.temperature)
-                rows.of(scores)[...] = logprobs.data
-        return scores
+                logprobs, _ = packed_logprobs(self.reference, rows.tokens, self.args.temperature)
+                rows.of(found)[...] = logprobs.data
+        return found
 
     # ---- the loss ----
 
@@ -224,7 +224,7 @@ class GRPOTrainer(Trainer):
         return loss, extra
 
     def policy_loss(self, logprobs, rows: Rows):
-        """The loss of some rows of an optimizer's batch, a scalar Tensor, and {name: array} for step_metrics.
+        """The loss of some rows of an optimizer batch, a scalar Tensor, and {name: array} for step_metrics.
 
         logprobs: Tensor (N,), of the learnt tokens as the policy is now. rows has as arrays (N,) what belongs to them:
         advantages, weights (how loss_type averages; they sum over all passes of the batch), logprobs (the sampler's),

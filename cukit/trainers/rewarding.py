@@ -76,10 +76,10 @@ def prompt_texts(samples: Samples, tokenizer) -> list[str] | None:
 
 
 def accuracy(first_reward: np.ndarray, failed: np.ndarray) -> tuple[float, float]:
-    """(share of completions whose first reward is at least 1, share of completions left out of that).
+    """(share of completions with a first reward of at least 1, share of completions left out of that).
 
-    Left out are completions to which the reward does not apply (NaN). One that failed is wrong. NaN where nothing is
-    left.
+    A completion is left out if the reward does not apply to it (NaN). A failed one counts as wrong. The first share is
+    NaN where nothing is left.
     """
     applies = ~np.isnan(first_reward) | failed
     return nan_mean(np.where(failed, 0.0, first_reward >= 1)[applies]), float(np.mean(~applies))

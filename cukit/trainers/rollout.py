@@ -1,4 +1,4 @@
-"""Completions for reinforcement learning: the engine on the trainer's weights, and what it drew as arrays."""
+"""Completions for reinforcement learning: the engine on the trainer's weights, and its samples as arrays."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def _samples(llm, requests) -> Samples:
 
 
 def pack_samples(samples: Samples, rewards, advantages, args, num_slices: int, generation: int, dtype) -> PackedBatch:
-    """The generation batch as training takes it, in num_slices batches of the optimizer; args: GRPOConfig.
+    """The generation batch as training takes it, in num_slices optimizer batches; args: GRPOConfig.
 
     Rows are shuffled if several updates share the batch, so that each sees samples of all prompts. Within an update
     rows with a gradient come first, then those without. Rows that failed, and cut ones if mask_truncated_completions

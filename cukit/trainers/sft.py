@@ -9,7 +9,7 @@ import numpy as np
 from ..autograd import no_grad
 from ..backend import backend_for
 from ..datasets.demonstrations import encode_sft_rows
-from ..datasets.sampler import batches_an_epoch, pack
+from ..datasets.sampler import batches_an_epoch, pack_bins
 from ..models.decoder import Decoder
 from ..models.logprobs import predicting_states
 from ..models.weights import load_config
@@ -64,7 +64,7 @@ class SFTTrainer(Trainer):
         if self.args.packing and name == "train_dataset":
             return [
                 [examples[i] for i in chosen]
-                for chosen in pack([len(ids) for ids, _ in examples], self.args.max_length)
+                for chosen in pack_bins([len(ids) for ids, _ in examples], self.args.max_length)
             ]
         return [[example] for example in examples]
 

@@ -46,7 +46,7 @@ def stream(monkeypatch):
 
 
 def make_step(stream, errors):
-    """A step whose captures raise the given errors, in order."""
+    """A step; its captures raise the given errors, in order."""
     errors = iter(errors)
 
     def function():

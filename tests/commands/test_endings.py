@@ -314,7 +314,7 @@ def plans(monkeypatch):
 
 
 def test_dry_run_asks_the_planner_that_a_run_asks(capsys, tmp_path, monkeypatch):
-    """No stand-in: the table of a dry run is that of the run, whose weights are there already."""
+    """No stand-in: the table of a dry run is that of the run, though the weights of the run are already there."""
     monkeypatch.chdir(tmp_path)
     assert cukit_cli.main(["grpo", "--device", "cpu", "--dry_run", "--beta", "0.1", "--num_kv_blocks", "64"]) == 0
     lines = [line.removeprefix("# ") for line in capsys.readouterr().out.splitlines() if line.startswith("# ")]

@@ -6,22 +6,22 @@ import random
 import numpy as np
 import pytest
 
-from cukit.datasets.sampler import EpochSampler, batches_an_epoch, pack
+from cukit.datasets.sampler import EpochSampler, batches_an_epoch, pack_bins
 
 
-def test_pack():
+def test_pack_bins():
     rng = random.Random(0)
     for count, limit in [(0, 5), (1, 7), (97, 31), (1000, 256)]:
         lengths = [rng.randint(1, limit) for _ in range(count)]
-        bins = pack(lengths, limit)
+        bins = pack_bins(lengths, limit)
         assert sorted(index for members in bins for index in members) == list(range(count))
         assert all(sum(lengths[index] for index in members) <= limit for members in bins)
-        assert bins == pack(lengths, limit)
+        assert bins == pack_bins(lengths, limit)
         if count > 90:
             assert len(bins) <= 1.1 * sum(lengths) / limit + 1
-    assert pack([6, 5, 4, 3, 2], 10) == [[0, 2], [1, 3, 4]]
+    assert pack_bins([6, 5, 4, 3, 2], 10) == [[0, 2], [1, 3, 4]]
     with pytest.raises(ValueError, match="sequence 1 has 11 tokens, more than max_tokens_per_batch=10"):
-        pack([1, 11], 10)
+        pack_bins([1, 11], 10)
 
 
 def test_e14_an_epoch_is_each_row_once():

@@ -40,7 +40,7 @@ def random_prompts(count, low, high, seed=0, vocab_size=211):
 
 
 class StandIn:
-    """What the engine asks of a model: one layer whose cache holds one number a token."""
+    """What the engine asks of a model: one layer, and a cache that holds one number a token."""
 
     exact = "auto"
 

@@ -61,7 +61,7 @@ def requests(generator, count, vocabulary, longest_prompt, longest_completion):
 
 
 def count_differences(model, runs, longest_prompt, longest_completion, seed=0, tokenizer=None):
-    """(tokens compared, tokens whose bits differ) over engines of several shapes."""
+    """(tokens compared, tokens with different bits) over engines of several shapes."""
     generator = np.random.default_rng(seed)
     compared = different = 0
     for num_seqs, num_requests, budget, blocks in runs:

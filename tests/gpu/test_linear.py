@@ -55,7 +55,7 @@ def test_float64():
     assert np.allclose(be.to_numpy(be.linear_forward(be.array(x), be.array(w))), x @ w.T, rtol=1e-14)
 
 
-# (out, in): the products of Qwen2.5-0.5B (with a bias) and Qwen3-0.6B, whose `down` cuBLAS splits when rows are few
+# (out, in): the products of Qwen2.5-0.5B (with a bias) and Qwen3-0.6B; cuBLAS splits Qwen3's `down` when rows are few
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize(
     "outs, ins, biased",

@@ -88,7 +88,7 @@ def test_filling_reads_on_into_the_rows_that_follow(rng, make_model, bucketed):
 
 
 def test_filling_changes_no_gradient(rng, make_grpo, monkeypatch):
-    """A trainer whose backend rounds rows up, against one whose does not."""
+    """A trainer with a backend that rounds rows up, against one without."""
     plain = make_grpo(dtype="float64", max_tokens_per_batch=50, max_steps=1)
     plain.train()
     monkeypatch.setattr(backend_for("cpu"), "row_bucket", lambda rows: -(-rows // 64) * 64)
@@ -149,7 +149,9 @@ def test_a_conversation_with_holes_is_a_row(tokenizer, make_model):
 
 
 def opcodes_in(function, *parts):
-    """Bytecode instructions that ran in files whose path holds one of `parts`: what grows with the tokens is a loop."""
+    """Bytecode instructions that ran in files with one of `parts` in their path. A count that grows with the tokens
+    shows a loop.
+    """
     count = 0
 
     def trace(frame, event, argument):

@@ -47,7 +47,7 @@ def test_on_policy_its_gradient_is_that_of_grpo(example, make_model, tokenizer, 
 
 
 def _texts(reward):
-    """For conversational rows, whose completions are message lists."""
+    """For conversational rows: their completions are message lists."""
     return lambda completions, **columns: reward([completion[0]["content"] for completion in completions])
 
 

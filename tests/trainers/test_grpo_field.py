@@ -146,7 +146,7 @@ def test_c11_sampling_options_reach_training(make_grpo, options, holds):
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
 @pytest.mark.parametrize("value", [0.1, 1 / 3, 1e30])
 def test_e5_a_step_with_nothing_to_learn_changes_nothing(make_grpo, scale, value):
-    """Equal rewards whose mean rounds: no pass has a gradient, weights and every reported spread stay as they were."""
+    """Equal rewards with a mean that rounds: no pass has a gradient; weights and reported spreads stay as before."""
     trainer = make_grpo(
         lambda completions, **_: [value] * len(completions), num_generations=8, scale_rewards=scale, weight_decay=0.1
     )
@@ -247,7 +247,7 @@ def test_e14_an_epoch_is_each_prompt_once(make_grpo, rows, num_rows, epochs, ste
 
 
 def test_e14_a_short_generation_in_several_updates(make_grpo, rows):
-    """One prompt left for 4 updates of a generation: each sees a part of its group, whose weights sum to one."""
+    """One prompt left for 4 updates of a generation: each sees a part of its group, with weights that sum to one."""
     trainer = make_grpo(
         train_dataset=rows[:5], steps_per_generation=4, per_device_train_batch_size=4, max_steps=-1, num_train_epochs=1
     )

@@ -31,7 +31,7 @@ def interrupt(number=signal.SIGINT):
 
 # ---- c5: a stop in any phase -----------------------------------------------------------------------------------------
 
-# phase -> (whose function, its name, the global_step at which it is struck, before it or after it)
+# phase -> (owner of the function, its name, the global_step at which it is struck, before it or after it)
 PHASES = {
     "first evaluation": ("trainer", "run_evaluation", 0, "before"),
     "first generation": ("rollout", "generate", 0, "before"),

@@ -1,6 +1,6 @@
 """Causal attention of packed sequences: launches kernels/attention.cu. Same functions as the NumPy shelf.
 
-kernels/attention.cuh says how keys are reduced, which decoding shares.
+kernels/attention.cuh says how keys are reduced; decoding reduces them in the same way.
 """
 
 import math

@@ -2,9 +2,9 @@
 
 The rule resembles that of the kernel tests. The truth is NumPy in float64, the yardstick is NumPy in the given dtypes.
 The kernel may be twice as far from the truth as the yardstick, plus some ulps at the largest value (ULPS): tests choose
-their inputs, but here an array may be one number whose yardstick is exact by luck, or log-probabilities near 0, which
-are differences of large logits. This finds wrong kernels, whose errors are larger by orders. It is slow: the loader
-also waits after each launch.
+their inputs, but here an array may be one number with a yardstick that is exact by luck, or log-probabilities near 0,
+which are differences of large logits. This finds wrong kernels: their errors are larger by orders of magnitude. It is
+slow: the loader also waits after each launch.
 """
 
 import functools

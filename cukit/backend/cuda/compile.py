@@ -1,4 +1,4 @@
-"""kernels/*.cu to machine code with NVRTC, on machines with and without a GPU, and what the compiler says of each
+"""Compiles kernels/*.cu to machine code with NVRTC, with or without a GPU, and reports what the compiler says of each
 kernel.
 
 A family is one .cu file. Its header says which specialisations it has and for which cards it is written:

@@ -1,7 +1,7 @@
 """cublasGemmEx of the library that CuPy loaded, called through ctypes: CuPy's own binding refuses stream capture.
 
-The same for cupy-cuda12x (libcublas.so.12) and cupy-cuda13x (libcublas.so.13): the functions and numbers used here are
-those of both. Sums are taken in float32 (float64 for float64), without TF32 and without split sums in half precision.
+It serves cupy-cuda12x (libcublas.so.12) and cupy-cuda13x (libcublas.so.13): both have the functions and numbers used
+here. Sums are taken in float32 (float64 for float64), without TF32 and without split sums in half precision.
 """
 
 import ctypes
@@ -28,7 +28,7 @@ _TYPES = {
 def gemm(transpose_a, transpose_b, m, n, k, a, b, beta, c):
     """c = op(a) op(b) + beta c in cuBLAS's column-major terms: op(a) is (m, k), op(b) (k, n), c (m, n).
 
-    a, b, c are C-contiguous cupy arrays; each is, read by columns, a matrix whose leading dimension is its last axis.
+    a, b, c are C-contiguous cupy arrays. Read by columns, each is a matrix; its leading dimension is its last axis.
     """
     blas = _blas()
     blas.use_stream(cp.cuda.get_current_stream().ptr)

@@ -1,5 +1,5 @@
-"""Arrays, dtypes and memory of the GPU. Memory comes from CuPy's pool: after the first step of a shape nothing is asked
-of the driver.
+"""Arrays, dtypes and memory of the GPU. Memory comes from CuPy's pool: after the first step of a shape, no step asks
+the driver for memory.
 """
 
 import cupy as cp

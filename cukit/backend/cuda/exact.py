@@ -1,21 +1,21 @@
-"""Which product gives a row the same bits at every row count: so decoding and training compute the same numbers.
+"""Products that give a row the same bits at every row count, so that decoding and training compute the same numbers.
 
 cuBLAS chooses a kernel by the shape. Most of its kernels add along I in one order, which gives a row the same bits at
 every row count. Some split the sum where rows are few (measured: `down` projections below 65 to 256 rows). So a forward
-product runs at row counts from a short list, the buckets, and a comparison on the device decides once for each weight
+product runs at row counts from a short list, the buckets. A comparison on the device decides once for each weight
 shape, dtype and bucket, at its first use:
 
 1. No rows, float64, or the policy "false": cuBLAS at the given rows, nothing compared.
 2. float32: our own product in order at the given rows. It has the bits, and its sums lose fewer digits.
-3. Half types, and cuBLAS at this bucket has the bits of cuBLAS at REFERENCE_ROWS rows: cuBLAS at the bucket.
-4. It has not, but a larger bucket has, at most LARGEST_RAISE or twice the bucket, the larger of the two: cuBLAS there.
-5. No such bucket, but our own product has the reference's bits: our own product.
-6. Our own product has not (cuBLAS does not add in order even at REFERENCE_ROWS), and for some small bucket case 4 finds
-   nothing: our own product for every row count of this weight.
+3. Half types, and cuBLAS at this bucket has the bits of cuBLAS at REFERENCE_ROWS rows: cuBLAS at this bucket.
+4. It has not, but a larger bucket has, up to LARGEST_RAISE or twice this bucket, whichever is larger: cuBLAS there.
+5. No such bucket has, but our own product has the reference's bits: our own product.
+6. Our own product has not (cuBLAS does not add in order even at REFERENCE_ROWS), and case 4 finds nothing for some
+   small bucket: our own product for every row count of this weight.
 7. Our own product has not, every small bucket has a case 3 or 4, but this large one has none: the policy "true" raises
-   ValueError, "auto" says it in one line and runs cuBLAS at the given rows.
+   ValueError; "auto" says so in one line and runs cuBLAS at the given rows.
 
-What is decided stays, so bits never change within a process.
+A decision stays, so bits never change within a process.
 """
 
 import functools
@@ -161,9 +161,9 @@ def _compare(out_features, in_features, dtype, biased, bucket):
 def _examples(in_features, dtype):
     """Rows of x, rows of w and a row of numbers, on the host.
 
-    Of every other row of x the second half is minus the first, and of w's rows nearly the first: the sums cancel, so
-    that another order of adding shows in the rounded result. Short sums seldom tell two orders apart, hence more rows
-    there.
+    In every other row of x the second half is minus the first half; in the rows of w it is nearly the first half. So
+    the sums cancel, and another order of adding shows in the rounded result. Short sums seldom tell two orders apart,
+    so they get more rows.
     """
     generator, half = np.random.default_rng(0), in_features // 2
     x = generator.standard_normal((512 if in_features > 256 else 1024, in_features), dtype=np.float32)
@@ -190,7 +190,7 @@ def _same_bits(a, b) -> bool:
 
 
 def cublas_product(x, w, bias=None):
-    """By cuBLAS, whose order of adding may depend on the number of rows."""
+    """By cuBLAS; its order of adding may depend on the number of rows."""
     (rows, ins), outs = x.shape, w.shape[0]
     y = empty((rows, outs), x.dtype)
     if not rows:

@@ -1,8 +1,8 @@
-"""Steps that are done again and again, as CUDA graphs, and the memory that they may write to.
+"""Steps that are run again and again, as CUDA graphs, and the memory that they may write to.
 
 Hundreds of launches become one: 252 cost the host over 2 ms, a graph 0.02 ms. A step runs plainly at its first call,
 which compiles kernels, compares products (exact.py) and lets the arena grow; its second call is captured. The steps of
-one Graphs run one after the other, hence share their temporary memory.
+one Graphs run one after the other, so they share their temporary memory.
 """
 
 import bisect
@@ -95,7 +95,8 @@ class _Arena:
         self._device_id = cp.cuda.runtime.getDevice() if device_id is None else device_id
         self._slabs = {}  # address -> memory
         self._starts, self._sizes = [], {}  # addresses of the free ranges, ascending; address -> bytes
-        # (address, bytes) of ranges whose last array went, at any moment: the garbage collector may run within malloc
+        # (address, bytes) of each range after its last array went. That may be at any moment: the garbage collector may
+        # run within malloc.
         self.returned = []
         self.frozen = False  # within a capture, where asking the driver for memory is not allowed
 
@@ -160,5 +161,5 @@ class _Range:
 
 
 def _default_slab(size):
-    with cp.cuda.Stream.null:  # whose blocks are the ones that training used before
+    with cp.cuda.Stream.null:  # the pool of this stream holds the blocks that training used before
         return cp.get_default_memory_pool().malloc(size)

@@ -1,7 +1,7 @@
 """Matrix products. x (T, I), w (O, I), bias (O,), y and dy (T, O). Half types are summed in float32 and rounded once.
 
-By cuBLAS, and by linear.cu where cuBLAS does not add in order. cuBLAS reads by columns: a C-contiguous (R, C) array is
-to it a (C, R) matrix, so every product is asked for transposed.
+cuBLAS computes them, or linear.cu where cuBLAS does not add in order. cuBLAS reads by columns and takes a C-contiguous
+(R, C) array for a (C, R) matrix, so every product is asked for transposed.
 """
 
 from .cublas import gemm

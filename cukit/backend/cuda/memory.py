@@ -1,7 +1,7 @@
 """The memory of the card: how much is free, and memory that is given back while its addresses stay.
 
-CUDA graphs hold addresses, so what sleeps must come back where it was: addresses are reserved once, and the driver maps
-memory to them and unmaps it (CUDA driver API, "Virtual Memory Management").
+CUDA graphs hold addresses, so sleeping memory must come back at its old ones. Addresses are reserved once; the driver
+maps memory to them and unmaps it (CUDA driver API, "Virtual Memory Management").
 """
 
 import contextlib
@@ -23,7 +23,7 @@ def memory_info() -> tuple[int, int]:
 
 
 class Reservation:
-    """Memory for arrays at fixed addresses, whose bytes can be given back to the driver and taken again.
+    """Memory for arrays at fixed addresses; its bytes can be given back to the driver and taken again.
 
     Zeros at first and after restore(). Freed when neither it nor an array of it is left, after the device has done what
     it was told. MemoryError where the card has no room.

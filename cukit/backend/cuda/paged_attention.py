@@ -1,8 +1,8 @@
-"""Attention over a paged KV cache: launches kernels/paged_attention.cu. Same functions as the NumPy shelf, the bits of
-the training forward.
+"""Attention over a paged KV cache: launches kernels/paged_attention.cu. Same functions as the NumPy shelf; the results
+have the bits of the training forward pass.
 
-A decode launch depends only on the shapes of its buffers, so it can be captured; what lies beyond a sequence's context
-exits at once.
+A decode launch depends only on the shapes of its buffers, so it can be captured. Thread blocks beyond a sequence's
+context exit at once.
 """
 
 import numpy as np

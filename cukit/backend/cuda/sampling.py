@@ -1,5 +1,5 @@
-"""Draw the next token of every sequence, and the filters alone: kernels/sampling.cu. The generator is the NumPy
-shelf's, word for word.
+"""Draw the next token of every sequence; the filters can also be called alone. Kernels: sampling.cu. The random words
+are those of the NumPy shelf.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The CPU backend and the truth of every kernel test: one file an op family, plain NumPy, the dtype it is given
-(float64 included). Its names are those of backend.CONTRACT.
+"""The CPU backend, which is also the truth of every kernel test. One file an op family, in plain NumPy and in the dtype
+that it is given (float64 included). Its names are those of backend.CONTRACT.
 """
 
 from .. import shelf_names

@@ -1,4 +1,4 @@
-"""Steps that are done again and again. A CPU has no graphs: the twin of the CUDA shelf's."""
+"""Steps that are run again and again: the twin of the CUDA shelf's file. A CPU has no graphs: steps are just called."""
 
 
 class Graphs:

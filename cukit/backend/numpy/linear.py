@@ -85,9 +85,9 @@ def linear_backward_bias(db, dy):
 
 
 def _few_rows(x, w):
-    """x wᵀ for a few rows and a large weight, whose reading from memory is what such a product costs.
+    """x wᵀ for a few rows and a large weight. Reading the weight from memory is what such a product costs.
 
-    Above one row, OpenBLAS first copies the whole weight: 2 rows take three times as long as 1. Small products it makes
+    Above one row, OpenBLAS first copies the whole weight: 2 rows take three times as long as 1. It makes small products
     in place, so the weight is cut into blocks that are small products. Each thread takes a run of blocks.
     """
     rows, (outs, cols) = len(x), w.shape

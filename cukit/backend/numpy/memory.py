@@ -60,7 +60,7 @@ def _limit_of(folder, limit_name, usage_name, cached_name):
 
 
 class Reservation:
-    """Memory for arrays at fixed addresses, whose bytes can be given back to the system and taken again.
+    """Memory for arrays at fixed addresses; its bytes can be given back to the system and taken again.
 
     Zeros at first and after restore(). Where the system cannot take pages back without losing their addresses
     (Windows), they stay with the process, and release() only says that their contents may go.

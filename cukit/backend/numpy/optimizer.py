@@ -1,10 +1,10 @@
 """AdamW in place (Loshchilov & Hutter 2019), sums of squares for clipping, and the rounding of weights.
 
-A weight of bfloat16 is a float32 rounded to the nearest one, halves away from zero. The float32 is then exactly the
-bfloat16 plus a signed 16-bit remainder, its low half: bits(float32) = (bits(bfloat16) << 16) + int16(low half). (To
-even would leave the remainder ±2^15 ambiguous.) A finite float32 beyond the largest finite bfloat16 becomes that one,
-not infinity; there alone, from 3.3961e38 on, the remainder does not fit. float16 is rounded to even, beyond 65,520 to
-infinity: it has no such remainder.
+A bfloat16 weight is a float32 rounded to the nearest bfloat16, halves away from zero. The float32 is then exactly the
+bfloat16 plus a signed 16-bit remainder, its low half: bits(float32) = (bits(bfloat16) << 16) + int16(low half).
+(Halves to even would leave the remainder ±2^15 ambiguous.) A finite float32 beyond the largest finite bfloat16 becomes
+that bfloat16, not infinity; only there, from 3.3961e38 on, the remainder does not fit. float16 has no such remainder:
+it is rounded to even, and to infinity beyond 65,520.
 """
 
 import math

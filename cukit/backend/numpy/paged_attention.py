@@ -1,7 +1,7 @@
 """Attention over a paged KV cache: blocks of equal size hold keys and values, a block table lists a sequence's blocks.
 
-Both entries gather the blocks and call the same `chunked_attention` as training; what is gathered beyond a sequence's
-length is masked and adds an exact zero.
+Decoding and prefill gather the blocks and call the same `chunked_attention` as training. What is gathered beyond a
+sequence's length is masked and adds an exact zero.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@ loss = Σ weight_t · ℓ_t, where the weights say how the method averages (cuki
 function of log_ratio = new − old, the advantage and new. A new loss is one function in LOSSES. Statistics are float32
 or better.
 
-log_ratio (at sequence level its mean) is held within ±max_log_ratio before exp, and the reference's x = ref − new below
-it; a term with a factor that is held there has gradient 0. x has no lower bound: k3 grows only linearly there, and that
-is where the KL has to pull. CISPO's factor is a constant, so holding the ratio takes no gradient from it.
+Before exp, log_ratio (at sequence level its mean) is held within ±max_log_ratio, and the reference's x = ref − new is
+held below max_log_ratio. A term with a held factor has gradient 0. x has no lower bound: k3 grows only linearly there,
+and there the KL has to pull. CISPO's factor is a constant, so holding the ratio takes no gradient from it.
 
 PPO's clip: Schulman 2017; DAPO's higher upper bound: Yu 2025; two-sided (delta): INTELLECT-2; CISPO: MiniMax-M1;
 sequence level: GSPO.

@@ -112,7 +112,7 @@ def _top_p_threshold(logits, top_p):
     threshold = np.empty(len(logits), logits.dtype)
     pending = np.arange(len(logits))
     width = _TOP_P_CANDIDATES
-    # The nucleus is nearly always among the first few hundred: sort these, and all of a row only where it is not.
+    # The nucleus is nearly always among the first few hundred: sort these, and a whole row only if it is not.
     while len(pending):
         part = logits[pending]
         if width < vocab_size:
@@ -149,7 +149,7 @@ def _gumbel_argmax(logits, seeds, positions):
     for start in range(0, num_rows, step):
         rows = slice(start, start + step)
         words = _philox_words(seeds[rows], positions[rows], vocab_size)
-        # Rounding may give 1, whose noise would be -inf; near 0, where the winners are, no bit that matters is lost.
+        # Rounding may give 1, and its noise would be -inf. The winners are near 0: no bit that matters is lost there.
         uniform = (words.astype(logits.dtype) + logits.dtype.type(0.5)) * logits.dtype.type(2.0**-32)
         uniform = np.minimum(uniform, almost_one)
         noise = np.log(-np.log1p(-uniform))
