@@ -8,7 +8,7 @@ from cukit.engine.llm import LLM
 
 from .helpers import HashModel, check_engine, tiny_llm
 
-CASES = 200
+CASES, QUICK = 200, 50  # all of them, and those of a plain `pytest`; CI runs all
 
 
 def bad(state):
@@ -55,7 +55,9 @@ def random_prompt(rng, beginnings, longest):
     return np.array((beginning[: length - 1] + tail)[:length], np.int32)
 
 
-@pytest.mark.parametrize("case", range(CASES))
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.slow] if case >= QUICK else []) for case in range(CASES)]
+)
 def test_e2_random_engines(case):
     """Pools from one longest sequence up, n = 1 … 9, aborts, chunk sizes, prefix cache on and off, stop ids, rows with
     NaN logits, requests that come while others run, and further turns that go on from kept KV.

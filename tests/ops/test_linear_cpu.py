@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 import tracemalloc
 from pathlib import Path
 
@@ -213,22 +212,3 @@ def test_e18_a_half_precision_weight_is_converted_once(rng, rows):
         finally:
             tracemalloc.stop()
     assert most < w.size
-
-
-@pytest.mark.slow
-def test_e18_a_few_rows_cost_little_more_than_one(rng):
-    """The row's limits for a step, on weights that no cache holds; time of this thread alone. Needs OpenBLAS's kernels
-    for small products (AVX-512).
-    """
-    weights = [rng.standard_normal((3072, 576), dtype=np.float32) for _ in range(12)]
-    limits = {1: 1.0, 2: 1.4, 4: 1.9, 8: 2.7}
-    least = dict.fromkeys(limits, np.inf)
-    with threads.one_blas_thread():
-        for _ in range(30):
-            for rows in least:
-                x = np.ones((rows, 576), np.float32)
-                start = time.thread_time()
-                for w in weights:
-                    be.linear_forward(x, w)
-                least[rows] = min(least[rows], time.thread_time() - start)
-    assert all(least[rows] <= limit * least[1] for rows, limit in limits.items()), least

@@ -95,6 +95,7 @@ def test_a_run_killed_at_random_moments_ends_as_if_nothing_had_happened(tmp_path
     assert all(why_not_whole(path) is None for path in list_checkpoints(cut)) and not list(cut.glob(".checkpoint*"))
 
 
+@pytest.mark.slow
 def test_c7_two_runs_in_one_folder_and_the_lock_of_a_killed_run(tmp_path):
     run = tmp_path / "run"
     process = start(WORKER, run)
@@ -118,6 +119,7 @@ def sft(*options):
     return ["cukit_cli.py", "sft", "--logging_steps", "1", "--device", "cpu", *map(str, options)]
 
 
+@pytest.mark.slow
 def test_c5_the_advice_of_a_stopped_command_works_as_printed(tmp_path):
     run = tmp_path / "a run"  # with a space: the advice must be quoted
     process = start(sft("--output_dir", run, "--max_steps", "90", "--per_device_train_batch_size", "2"))
@@ -132,6 +134,7 @@ def test_c5_the_advice_of_a_stopped_command_works_as_printed(tmp_path):
     assert [row["step"] for row in read_jsonl(run / "metrics.jsonl")] == list(range(1, int(advice[1]) + 3))
 
 
+@pytest.mark.slow
 def test_c8_a_display_without_a_reader_does_not_lose_the_run(tmp_path):
     run = tmp_path / "run"
     process = start(sft("--output_dir", run, "--max_steps", "4", "--per_device_train_batch_size", "2"))
@@ -147,6 +150,7 @@ def limit_file_size():
     resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000))  # the model has 1.8 MB
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="resource limits are POSIX")
 def test_c8_no_room_for_a_checkpoint(tmp_path):
     """The system's own refusal: periodic saves are lines, the last one is an error after the metrics."""

@@ -1,6 +1,7 @@
 """The loop that trainers share: callbacks, options of a resumed run, saving, the final model, resume."""
 
 import errno
+import json
 import os
 from pathlib import Path
 
@@ -79,7 +80,8 @@ def test_c6_config_says_what_runs_now(make_sft, tmp_path):
 def test_c6_a_plain_resume_goes_on_with_the_options_of_now(tmp_path, monkeypatch):
     """The command line: 2 steps; 6 steps at another rate, killed after 4; a plain resume ends at 6 with that rate."""
     run, loss = str(tmp_path / "run"), SFTTrainer.compute_loss
-    small = ["--logging_steps", "1", "--per_device_train_batch_size", "2"]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in demonstrations(12)))
+    small = ["--logging_steps", "1", "--per_device_train_batch_size", "2", "--data", str(tmp_path / "rows.jsonl")]
     assert cukit_cli.main(["sft", "--output_dir", run, "--max_steps", "2", *small]) == 0
 
     def killed(self, micro_batch):
