@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
 
+from ..backend import backend_for
 from ..models.config import ModelConfig
+from ..models.decoder import Layer
 from .config import EngineConfig
 
 MIB = 1 << 20
@@ -53,14 +56,12 @@ class Item:
 
 
 def parameter_counts(config: ModelConfig, head: bool = True) -> tuple[int, int]:
-    """(numbers in the model's dtype, numbers of norm weights, which are float32 or better)."""
-    hidden, heads = config.hidden_size, config.num_attention_heads + 2 * config.num_key_value_heads
-    layer = hidden * heads * config.head_dim + config.num_attention_heads * config.head_dim * hidden
-    layer += 3 * hidden * config.intermediate_size + config.attention_bias * heads * config.head_dim
-    norms = 2 * hidden + 2 * config.qk_norm * config.head_dim
+    """(numbers in the model's dtype, numbers of norm weights, which are float32 or better), as the modules declare."""
     vocabularies = 1 if config.tie_word_embeddings or not head else 2
-    weights = vocabularies * config.vocab_size * hidden + config.num_hidden_layers * layer
-    return weights, config.num_hidden_layers * norms + hidden
+    layer = Layer(config, backend_for("cpu"), "float16", 0).parameters()
+    sizes = [sum(math.prod(x.shape) for x in layer if x.dtype == dtype) for dtype in (np.float16, np.float32)]
+    weights, norms = (config.num_hidden_layers * size for size in sizes)
+    return weights + vocabularies * config.vocab_size * config.hidden_size, norms + config.hidden_size
 
 
 def weight_bytes(use: ModelUse, backend) -> int:

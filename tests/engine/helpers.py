@@ -55,6 +55,7 @@ class StandIn:
             tie_word_embeddings=True,
             attention_bias=False,
             qk_norm=False,
+            rms_norm_eps=1e-6,
             eos_token_id=None,
         )
 
