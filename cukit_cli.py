@@ -19,7 +19,8 @@ from cukit.commands.kernels import KernelsOptions, kernels_build
 from cukit.commands.parser import parse, resolve
 from cukit.commands.train import TrainFiles, grpo, sft
 from cukit.runs.progress import show_log_lines
-from cukit.trainers.config import GRPOConfig, SFTConfig
+from cukit.trainers.config import SFTConfig
+from cukit.trainers.grpo_config import GRPOConfig
 
 COMMANDS = {
     "grpo": Command(

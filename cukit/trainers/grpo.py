@@ -6,7 +6,6 @@ GRPO: Shao et al. 2024 ("DeepSeekMath"); DAPO: Yu et al. 2025; Dr. GRPO: Liu et 
 from __future__ import annotations
 
 import math
-import time
 from contextlib import nullcontext
 
 import numpy as np
@@ -21,15 +20,13 @@ from ..models.logprobs import packed_logprobs
 from ..ops import policy_loss
 from ..ops.policy_loss import MAX_LOG_RATIO, STATS
 from ..options import flat_values
-from .advantage import POLICY_KINDS, group_advantages
 from .batch import PackedBatch, Rows
-from .config import GRPOConfig
-from .rewarding import RewardScorer, completion_rows, evaluation_metrics, sample_metrics
-from .rollout import Rollout, Samples, pack_samples, prompt_seed
+from .evaluation import evaluate
+from .generation import Generation
+from .grpo_config import LOSS_TYPES, GRPOConfig
+from .rewarding import RewardScorer
+from .rollout import Rollout
 from .trainer import Trainer
-
-SILENT_BATCHES = 10  # generation batches without any reward after which the user is told
-EVALUATION = 2**63  # the "step" in the seeds of sampled evaluations: one that no training step has
 
 
 class GRPOTrainer(Trainer):
@@ -77,7 +74,7 @@ class GRPOTrainer(Trainer):
         self.rollout = Rollout(self.model, self.tokenizer, self.plan.sleeps_cache, **engine)
         self.reference = self.model.frozen_copy() if args.beta else None
         self._batch: PackedBatch | None = None
-        self._warned_cut, self._silent_batches = False, 0
+        self.generation = Generation(self)
 
     # ---- rows and steps ----
 
@@ -132,78 +129,10 @@ class GRPOTrainer(Trainer):
         metrics = {}
         place = step % self._updates_a_generation
         if place == 0:
-            self._batch, metrics = self._generate(step // self._updates_a_generation)
+            self._batch, metrics = self.generation.batch(step // self._updates_a_generation)
         micro_batches = self._batch.micro_batches(place % self._slices, self.args.max_tokens_per_batch)
         self._on_policy = place == 0
         return micro_batches, metrics | {"step_tokens": sum(rows.num_learnt for rows in micro_batches)}
-
-    # ---- generation ----
-
-    def _generate(self, generation: int):
-        """Draw and reward the generation batch number `generation`; returns it and its metrics."""
-        args = self.args
-        picked = [self.train_rows[i] for i in self.sampler.take(self._prompts_a_generation)]
-        with self.timer("generate"):
-            samples = self.rollout.generate(
-                [ids for _, ids in picked],
-                args.sampling_params(n=args.num_generations),
-                [prompt_seed(args.seed, generation, place) for place in range(len(picked))],
-                self.raise_if_stopped,
-            )
-        rows = [picked[group][0] for group in samples.groups]
-        with self.timer("reward"), self.interruptible():
-            rewards, by_function = self.scorer(rows, samples, self.tokenizer)
-        sizes = np.bincount(samples.groups, minlength=len(picked))
-        advantages, mean, std = group_advantages(rewards, sizes, args.scale_rewards)
-        batch = pack_samples(samples, rewards, advantages, args, self._slices, generation, self.model.dtype)
-        batch = batch.to(self.model.backend)
-        if self.reference is not None:
-            with self.timer("reference"):
-                batch.ref_logprobs = self._reference_logprobs(batch)
-        self.num_tokens += sum(map(len, samples.token_ids))
-        metrics = sample_metrics(samples) | self.scorer.metrics(by_function, rewards, mean, std)
-        self._show(rows[: sizes[0]], samples, rewards, by_function, advantages)
-        self._warn(samples, rewards)
-        return batch, metrics
-
-    def _show(self, rows: list[dict], samples: Samples, rewards, by_function, advantages):
-        """The first group into completions.jsonl, and its first completion on the screen if that is wanted."""
-        if self.logger is not None:
-            self.logger.log_completions(
-                self.global_step + 1, completion_rows(rows, samples, self.scorer.names, by_function, advantages)
-            )
-        if self.args.log_completions and (self.global_step + 1) % self.args.logging_steps == 0:
-            self.say(f"prompt {rows[0]['prompt']!r}\ncompletion {samples.texts[0]!r} reward {rewards[0]:g}")
-
-    def _warn(self, samples: Samples, rewards: np.ndarray):
-        """Say once what most often makes a run learn nothing: cut-off completions, and a reward that is never given."""
-        if failed := int(samples.failed.sum()):
-            self.say(
-                f"step {self.global_step + 1}: {failed} of {len(samples)} completions failed, since the model's "
-                "log-probabilities are not finite; left out"
-            )
-        if not self._warned_cut and samples.truncated.mean() > 0.5:
-            self._warned_cut = True
-            self.say(
-                f"warning: {samples.truncated.mean():.0%} of the completions were cut off at max_completion_length="
-                f"{self.args.max_completion_length}; raise it unless that is what you want"
-            )
-        self._silent_batches = self._silent_batches + 1 if not np.any(np.nan_to_num(rewards) != 0) else -math.inf
-        if self._silent_batches == SILENT_BATCHES:
-            self.say(
-                f"warning: every reward of the first {SILENT_BATCHES} generation batches was 0; "
-                "look at completions.jsonl"
-            )
-
-    def _reference_logprobs(self, batch: PackedBatch):
-        """The reference's log-probabilities of the learnt tokens, on the device."""
-        found = self.model.backend.empty(batch.targets.shape, batch.logprobs.dtype)
-        with no_grad():
-            for first, last in batch.cut(self.args.max_tokens_per_batch):
-                rows = Rows(batch, first, last)
-                logprobs, _ = packed_logprobs(self.reference, rows.tokens, self.args.temperature)
-                rows.of(found)[...] = logprobs.data
-        return found
 
     # ---- the loss ----
 
@@ -237,7 +166,7 @@ class GRPOTrainer(Trainer):
             rows.ref_logprobs,
             rows.advantages,
             rows.weights,
-            kind=POLICY_KINDS[args.loss_type],
+            kind=LOSS_TYPES[args.loss_type],
             eps_low=args.epsilon,
             eps_high=args.epsilon if args.epsilon_high is None else args.epsilon_high,
             delta=args.delta,
@@ -289,26 +218,7 @@ class GRPOTrainer(Trainer):
     # ---- evaluation, checkpoints ----
 
     def run_evaluation(self):
-        """Greedy completions of eval_dataset (num_generations_eval: that many sampled ones) and their rewards.
-
-        eval/accuracy: see rewarding.accuracy; eval/frac_reward_none is the share of completions left out of it.
-        """
-        args, started = self.args, time.perf_counter()
-        count, seeds = args.num_generations_eval or 1, None
-        sampling = args.sampling_params(n=count, logprobs=False)
-        if args.num_generations_eval is None:
-            sampling.temperature = 0.0
-        else:
-            seeds = [prompt_seed(args.seed, EVALUATION, place) for place in range(len(self.eval_rows))]
-        samples = self.rollout.generate([ids for _, ids in self.eval_rows], sampling, seeds, self.raise_if_stopped)
-        rows = [self.eval_rows[group][0] for group in samples.groups]
-        with self.interruptible():
-            rewards, by_function = self.scorer(rows, samples, self.tokenizer)
-        if self.logger is not None:
-            shown = completion_rows(rows[:32], samples, self.scorer.names, by_function)
-            self.logger.log_completions(self.global_step, shown)
-        metrics = evaluation_metrics(self.scorer.names, samples, rewards, by_function)
-        return metrics | {"eval/runtime": time.perf_counter() - started}
+        return evaluate(self)
 
     def method_state(self):
         arrays = {}
