@@ -9,8 +9,8 @@ import os
 import sys
 from collections.abc import Callable
 
-from cukit.bench import GenerateBench, KernelsBench, TrainBench
-from cukit.commands.bench import bench_generate, bench_kernels, bench_train
+from cukit.bench import GenerateBench, GRPOBench, KernelsBench, TrainBench
+from cukit.commands.bench import bench_generate, bench_grpo, bench_kernels, bench_train
 from cukit.commands.command import Command
 from cukit.commands.doctor import doctor
 from cukit.commands.evaluate import TEST_ROWS, EvalOptions, evaluate
@@ -96,6 +96,15 @@ COMMANDS = {
         "speed and memory of training on random tokens",
         (TrainBench,),
         examples=("cukit bench train --model qwen3-0.6b", "cukit bench train --rows 8 --tokens_per_row 512"),
+    ),
+    "bench grpo": Command(
+        bench_grpo,
+        "a whole step of GRPO on random tokens, phase by phase",
+        (GRPOBench,),
+        examples=(
+            "cukit bench grpo --model qwen3-0.6b --gradient_checkpointing false",
+            "cukit bench grpo --prompts 16 --gpu_memory_utilization 0.4",
+        ),
     ),
     "doctor": Command(doctor, "versions and devices, for a bug report", ()),
 }
