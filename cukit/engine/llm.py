@@ -129,16 +129,19 @@ class LLM:
         prompts,
         sampling_params: SamplingParams | list[SamplingParams] | None = None,
         between_steps: Callable[[], None] | None = None,
+        more: Callable[[list[int], list[Request]], list[tuple]] | None = None,
     ) -> list[Request]:
         """generate() for programs: the finished requests; their samples (request.sequences) hold arrays.
 
         A prompt is text, a list of ids or an integer array. A sample has token_ids (prompt + completion, int32),
         prompt_length, logprobs (one a completion token), finish_reason, stop_reason; its text is text_of(sample).
-        between_steps is called after each step; if it raises, the requests are aborted. Samples with logits that were
-        not finite have the finish_reason "error", be it all of them.
+        between_steps is called after each step; if it raises, the requests are aborted. more(places, requests) is
+        called with the requests that a step has finished and their places among the prompts; the (prompt,
+        sampling_params) that it returns are queued behind, and their requests are returned too. Samples with logits
+        that were not finite have the finish_reason "error", be it all of them.
         """
         prompts, params = _one_each(prompts, sampling_params)
-        return self._run(self._check(prompts, params), params, between_steps)
+        return self._run(self._check(prompts, params), params, between_steps, more)
 
     def chat(self, messages, sampling_params=None, stream: bool = False, tools=None, **template_arguments):
         """generate() after the chat template.
@@ -247,19 +250,24 @@ class LLM:
         pairs = enumerate(zip(prompts, params, strict=True))
         return [self.core.check_prompt(*pair, number) for number, pair in pairs]
 
-    def _run(self, checked, params, between_steps: Callable[[], None] | None = None) -> list[Request]:
+    def _run(self, checked, params, between_steps=None, more=None) -> list[Request]:
         requests: list[Request] = []
         try:
             for prompt, one in zip(checked, params, strict=True):
                 requests.append(self.core.add(*prompt, one))
-            pending = requests[::-1]
+            pending = list(range(len(requests)))
             while pending:
-                if pending[-1].finished:
-                    pending.pop()
-                else:
-                    self.core.step()
-                    if between_steps is not None:
-                        between_steps()
+                self.core.step()
+                if between_steps is not None:
+                    between_steps()
+                ended = [place for place in pending if requests[place].finished]
+                if not ended:
+                    continue
+                pending = [place for place in pending if not requests[place].finished]
+                added = [] if more is None else more(ended, [requests[place] for place in ended])
+                for prompt, one in added:
+                    pending.append(len(requests))
+                    requests.append(self.core.add(*self._check([prompt], [one])[0], one))
         finally:  # after an error or an interrupt nothing of this call goes on
             self._abandon(requests)
         return requests

@@ -10,6 +10,7 @@ from ..autograd import no_grad
 from ..models.logprobs import packed_logprobs
 from .advantage import group_advantages
 from .batch import PackedBatch, Rows
+from .dynamic_sampling import Replacements
 from .rewarding import completion_rows, sample_metrics
 from .rollout import Samples, pack_samples, prompt_seed
 
@@ -26,29 +27,57 @@ class Generation:
     def batch(self, number: int) -> tuple[PackedBatch, dict]:
         """Draw and reward the generation batch of this number; returns it, on the device, and its metrics."""
         trainer, args = self.trainer, self.trainer.args
-        picked = [trainer.train_rows[i] for i in trainer.sampler.take(args.generation_size // args.num_generations)]
-        with trainer.timer("generate"):
-            samples = trainer.rollout.generate(
-                [ids for _, ids in picked],
-                args.sampling_params(n=args.num_generations),
-                [prompt_seed(args.seed, number, place) for place in range(len(picked))],
-                trainer.raise_if_stopped,
-            )
-        rows = [picked[group][0] for group in samples.groups]
-        with trainer.timer("reward"), trainer.interruptible():
-            rewards, by_function = trainer.scorer(rows, samples, trainer.tokenizer)
-        sizes = np.bincount(samples.groups, minlength=len(picked))
-        advantages, mean, std = group_advantages(rewards, sizes, args.scale_rewards)
+        data_rows, samples, rewards, by_function, kept, metrics = self._draw(number)
+        rows = [trainer.train_rows[data_rows[group]][0] for group in samples.groups]
+        _, mean, std = group_advantages(rewards, np.bincount(samples.groups), args.scale_rewards)
+        metrics |= sample_metrics(samples) | trainer.scorer.metrics(by_function, rewards, mean, std)
+        if args.curriculum != "none":
+            for place, row in enumerate(data_rows):
+                trainer.sampler.observe(row, mean[place], std[place])
+            metrics |= trainer.sampler.metrics()
+        trainer.num_tokens += sum(map(len, samples.token_ids))
+        self._warn(samples, rewards)
+        if kept is not None:
+            chosen = np.flatnonzero(np.isin(samples.groups, kept))
+            rows, samples = [rows[place] for place in chosen], samples.rows(chosen)
+            rewards, by_function = rewards[chosen], by_function[chosen]
+        sizes = np.unique(samples.groups, return_counts=True)[1]
+        advantages, _, _ = group_advantages(rewards, sizes, args.scale_rewards)
         batch = pack_samples(samples, rewards, advantages, args, args.num_slices, number, trainer.model.dtype)
         batch = batch.to(trainer.model.backend)
         if trainer.reference is not None:
             with trainer.timer("reference"):
                 batch.ref_logprobs = self._reference_logprobs(batch)
-        trainer.num_tokens += sum(map(len, samples.token_ids))
-        metrics = sample_metrics(samples) | trainer.scorer.metrics(by_function, rewards, mean, std)
         self._show(rows[: sizes[0]], samples, rewards, by_function, advantages)
-        self._warn(samples, rewards)
         return batch, metrics
+
+    def _draw(self, number: int) -> tuple:
+        """(data row of each group, samples, rewards, rewards by function, groups to train on or None, metrics)."""
+        trainer, args = self.trainer, self.trainer.args
+        data_rows = trainer.sampler.take(args.generation_size // args.num_generations)
+
+        def score(places, samples):
+            rows = [trainer.train_rows[data_rows[places[group]]][0] for group in samples.groups]
+            with trainer.timer("reward"), trainer.interruptible():
+                return trainer.scorer(rows, samples, trainer.tokenizer)
+
+        def one_more():
+            data_rows.extend(trainer.sampler.take(1))
+            return trainer.train_rows[data_rows[-1]][1], prompt_seed(args.seed, number, len(data_rows) - 1)
+
+        most = len(data_rows) * args.max_num_gen_batches
+        replacements = Replacements(len(data_rows), most, score, one_more) if args.dynamic_sampling else None
+        with trainer.timer("generate"):
+            samples = trainer.rollout.generate(
+                [trainer.train_rows[row][1] for row in data_rows],
+                args.sampling_params(n=args.num_generations),
+                [prompt_seed(args.seed, number, place) for place in range(len(data_rows))],
+                trainer.raise_if_stopped,
+                replacements,
+            )
+        if replacements is None:
+            return data_rows, samples, *score(range(len(data_rows)), samples), None, {}
+        return data_rows, samples, *replacements.scores(), replacements.kept(), replacements.metrics(samples)
 
     def _reference_logprobs(self, batch: PackedBatch):
         """The reference's log-probabilities of the learnt tokens, on the device."""

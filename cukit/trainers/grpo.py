@@ -21,6 +21,7 @@ from ..ops import policy_loss
 from ..ops.policy_loss import MAX_LOG_RATIO, STATS
 from ..options import flat_values
 from .batch import PackedBatch, Rows
+from .curriculum import CurriculumSampler
 from .evaluation import evaluate
 from .generation import Generation
 from .grpo_config import LOSS_TYPES, GRPOConfig
@@ -96,6 +97,13 @@ class GRPOTrainer(Trainer):
                     "remove that row, or raise max_model_len if the model allows it"
                 )
         return list(zip(rows, prompts, strict=True))
+
+    def make_sampler(self, num_rows):
+        args = self.args
+        if args.curriculum == "none":
+            return super().make_sampler(num_rows)
+        given = (args.seed, args.shuffle_dataset, args.curriculum, args.curriculum_patience)
+        return CurriculumSampler(num_rows, *given)
 
     def plan_memory(self, *more, **sizes):
         args, use = self.args, self.model

@@ -8,6 +8,7 @@ from .config import EXCLUSIVE, TrainerConfig
 
 # loss_type -> the per-token formula (`kind` of ops.policy_loss)
 LOSS_TYPES = {"dapo": "clip", "grpo": "clip", "bnpo": "clip", "dr_grpo": "clip", "cispo": "cispo"}
+CURRICULA = ("none", "solved", "never", "both")
 GENERATION_KWARGS = {"stop_strings": "stop", "eos_token_id": "stop_token_ids"}  # generate()'s name -> vLLM's
 
 
@@ -31,6 +32,18 @@ class GRPOConfig(TrainerConfig):
         "group", "divide advantages by the std of this", ("group", "batch", "none"), group="rewards"
     )
     num_generations: int = option(8, "completions per prompt (the group), at least 2", group="generation")
+    dynamic_sampling: bool = option(
+        False, "replace groups with equal rewards, which have no gradient, by other prompts (DAPO)", group="generation"
+    )
+    max_num_gen_batches: int = option(
+        10, "dynamic sampling draws at most this many times the prompts of a generation batch", group="generation"
+    )
+    curriculum: str = option(
+        "none", "retire prompts that were solved, or never solved, too often", CURRICULA, "generation"
+    )
+    curriculum_patience: int = option(
+        2, "groups in a row with equal rewards after which a prompt is retired", group="generation"
+    )
     num_generations_eval: int | None = option(
         None, "sampled completions per prompt in evaluations; default: 1, greedy", group="evaluation"
     )
@@ -82,6 +95,8 @@ class GRPOConfig(TrainerConfig):
             ("num_generations", 2),
             ("num_generations_eval", 1),
             ("num_iterations", 1),
+            ("max_num_gen_batches", 1),
+            ("curriculum_patience", 1),
             ("max_completion_length", 1),
             ("generation_batch_size", 1),
             ("steps_per_generation", 1),

@@ -67,7 +67,7 @@ class Trainer(ABC):
         model.limit_vocabulary(self.tokenizer.vocab_size)
         self.models = {POLICY: TrainedModel(POLICY, model)}
         self.train_rows, self.eval_rows = self.prepare_rows(load_rows(train_dataset), "train_dataset"), []
-        self.sampler = EpochSampler(len(self.train_rows), args.seed, args.shuffle_dataset)
+        self.sampler = self.make_sampler(len(self.train_rows))
         if eval_dataset is not None:
             self.eval_rows = self.prepare_rows(load_rows(eval_dataset), "eval_dataset")
         elif args.evaluates != "no":
@@ -96,6 +96,10 @@ class Trainer(ABC):
     @abstractmethod
     def prepare_rows(self, rows: list[dict], name: str) -> list:
         """Tokenise and check the rows once, before anything runs."""
+
+    def make_sampler(self, num_rows: int) -> EpochSampler:
+        """The order of the training rows; its state goes into checkpoints."""
+        return EpochSampler(num_rows, self.args.seed, self.args.shuffle_dataset)
 
     def plan_memory(
         self, *more: ModelUse, engine: EngineConfig | None = None, step_tokens: int | None = None, **sizes
