@@ -1,0 +1,177 @@
+"""A reward in a process of its own: started once, asked for every batch, ended when it exceeds a limit.
+
+The process leads a session and a process group of its own: Ctrl-C does not reach it, and whatever it started ends with
+it. A guard, a bare process forked before anything else, waits for the end of its standard input, whose other end this
+process holds: however this process ends, the whole group is killed.
+
+What goes to the worker is pickled; what comes back is JSON, so that nothing of the user's is unpickled here.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+import weakref
+from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
+
+from .calling import RewardBatch
+from .config import RewardLimits
+from .log import RewardLog
+
+logger = logging.getLogger(__name__)
+
+# argv: the connection's descriptor, then sys.path. The guard comes before imports: it stays small and has one thread.
+BOOT = """
+import os, signal, sys
+if os.fork() == 0:
+    os.closerange(1, int(sys.argv[1]) + 1)
+    while os.read(0, 1):
+        pass
+    os.killpg(0, signal.SIGKILL)
+nothing = os.open(os.devnull, os.O_RDONLY)
+os.dup2(nothing, 0)
+os.close(nothing)
+sys.path[:] = sys.argv[2:]
+from cukit.rewards.worker_process import serve
+serve(int(sys.argv[1]))
+"""
+IN_PROCESS = "; or give the function itself in Python, which runs in the trainer's process"
+
+
+def workers_are_possible() -> bool:
+    """Whether this system has process groups and fork()."""
+    return os.name == "posix"
+
+
+class RewardWorker:
+    """The process of one reward. The constructor starts it; loaded() waits until it is ready.
+
+    send() and receive() are a call. A worker that exceeded a limit, died or was left in the middle of a call is
+    killed; the next call starts another.
+    """
+
+    def __init__(self, spec: str, limits: RewardLimits | None = None):
+        self.spec, self.limits = spec, limits or RewardLimits()
+        self.__name__ = self.where = ""
+        self._start()
+
+    def loaded(self) -> RewardWorker:
+        """Wait until the worker has imported the reward; ValueError in one line if it can not."""
+        if not self._ready:
+            reply = self._reply(f"reward {self.spec!r}: importing it")
+            self.__name__, self.where, self._ready = reply["name"], reply["where"], True
+        return self
+
+    def send(self, name: str, batch: RewardBatch) -> None:
+        """Begin a call. name: as metrics have it."""
+        if self._kill is None:
+            self._start()
+        self.loaded()
+        self._name = name
+        try:
+            message = pickle.dumps((name, batch))
+        except Exception as error:
+            raise ValueError(
+                f"reward {name!r} runs in a process of its own, and the data's columns can not be sent there "
+                f"({type(error).__name__}: {error}){IN_PROCESS}"
+            ) from error
+        self._deadline = self._limit()
+        try:
+            self._connection.send_bytes(message)
+        except OSError:  # it died since the last call: the reply says how
+            pass
+        except BaseException:
+            self.close()
+            raise
+
+    def receive(self, count: int, log: RewardLog) -> list[float | None]:
+        """The values of the call that was begun, with `count` completions; what it recorded is added to `log`."""
+        reply = self._reply(f"reward {self._name!r}: a call with {count} completions")
+        log.add(reply["columns"], reply["metrics"])
+        return reply["values"]
+
+    def close(self) -> None:
+        """Kill the process and all that it started."""
+        if self._kill is not None:
+            self._kill()
+            self._kill = None
+
+    # ---- the process ----
+
+    def _start(self) -> None:
+        ours, theirs = Pipe()
+        self._connection: Connection = ours
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", BOOT, str(theirs.fileno()), *sys.path],
+            stdin=subprocess.PIPE,
+            pass_fds=[theirs.fileno()],
+            start_new_session=True,
+        )
+        self._kill = weakref.finalize(self, _kill, self._process, ours, os.getpid())
+        theirs.close()
+        self._ready, self._deadline = False, self._limit()
+        ours.send((self.spec, self.limits.reward_memory_gb))
+
+    def _limit(self) -> float | None:
+        return time.monotonic() + self.limits.reward_timeout if self.limits.reward_timeout else None
+
+    def _reply(self, what: str) -> dict:
+        """The next message; ValueError that begins with `what` if there is none, or if it tells of an error."""
+        try:
+            wait = None if self._deadline is None else max(self._deadline - time.monotonic(), 0)
+            if not self._connection.poll(wait):
+                self.close()
+                raise ValueError(
+                    f"{what} took longer than reward_timeout={self.limits.reward_timeout:g} s{self.where}; make it "
+                    "faster, or raise reward_timeout (0: no limit)"
+                )
+            reply = json.loads(self._connection.recv_bytes())
+        except (EOFError, OSError):
+            self.close()
+            raise ValueError(f"{what} ended its process ({self._how_it_ended()}){self.where}") from None
+        except BaseException:  # also a stop of the run: the call goes on there, and its reply would be the next call's
+            self.close()
+            raise
+        if reply.get("memory"):
+            self.close()
+            raise ValueError(
+                f"{what} took more memory than reward_memory_gb={self.limits.reward_memory_gb:g} allows{self.where}; "
+                "make it leaner, or raise reward_memory_gb (0: no limit)"
+            )
+        if "error" in reply:
+            raise ValueError(reply["error"]) from WorkerError(reply["traceback"])
+        return reply
+
+    def _how_it_ended(self) -> str:
+        code = self._process.returncode
+        if code >= 0:
+            return f"it exited with code {code}"
+        name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
+        if -code == signal.SIGKILL:
+            return f"killed by {name}; the system may have run out of memory"
+        return f"killed by {name}; a library crashed, or was refused memory beyond reward_memory_gb"
+
+
+class WorkerError(Exception):
+    """What a reward raised in its process, as text: the traceback there."""
+
+
+def _kill(process: subprocess.Popen, connection: Connection, owner: int) -> None:
+    if os.getpid() != owner:  # a fork of this process ends; the worker is not its own
+        return
+    # Not reaped so far, so the group's number is its own. If the worker is dead already its own exit code stays.
+    if process.returncode is None:
+        try:
+            os.killpg(process.pid, signal.SIGKILL)
+        except (ProcessLookupError, PermissionError):  # the latter: macOS, where all that is left is a zombie
+            pass
+        process.wait()
+    process.stdin.close()
+    connection.close()
