@@ -31,7 +31,7 @@ LAYERS = {
     "optim": {"autograd", "backend", "models"},
     "tokenizer": set(),
     "datasets": {"tokenizer"},
-    "rewards": set(),
+    "rewards": {"options"},
     "parallel": {"backend"},
     "runs": {"models", "backend"},
     "engine": BELOW_ENGINE | {"tokenizer"},

@@ -64,14 +64,17 @@ def call_rewards(
     rewards: Sequence[tuple[Callable, str]], batch: RewardBatch, log: RewardLog | None = None
 ) -> list[list[float | None]]:
     """The values of each (function, name): the plain ones in turn, then the `async def` ones side by side."""
-    calls = [_Call(function, name, batch, log) for function, name in rewards]
+    calls = [_Call(function, name, batch, RewardLog(log.count) if log else None) for function, name in rewards]
     found = [call.start() for call in calls]
     waiting = [index for index, values in enumerate(found) if inspect.isawaitable(values)]
     if waiting:
         done = _gathered([calls[index].finished(found[index]) for index in waiting])
         for index, values in zip(waiting, done, strict=True):
             found[index] = values
-    return [call.checked(values) for call, values in zip(calls, found, strict=True)]
+    checked = [call.checked(values) for call, values in zip(calls, found, strict=True)]
+    for call in calls if log else ():
+        log.add(call.log.columns, call.log.metrics)
+    return checked
 
 
 def _gathered(coroutines: list) -> list:

@@ -19,14 +19,14 @@ from .final_number import gsm8k, gsm8k_strict
 from .lengths import length, overlong
 from .plain_text import exact, format
 from .programs import code
-from .symbolic import math
+from .symbolic import NEEDS_MATH_VERIFY, math
 
 BUILTIN_REWARDS: dict[str, Callable] = {
     "exact": exact,
     "boxed": boxed,
-    "boxed_partial": boxed_partial,
     "gsm8k": gsm8k,
     "gsm8k_strict": gsm8k_strict,
+    "boxed_partial": boxed_partial,
     "math": math,
     "format": format,
     "length": length,
@@ -51,6 +51,8 @@ def load_reward(spec: str | Callable) -> Callable:
     call = CALL.fullmatch(spec.strip())
     if spec in BUILTIN_REWARDS or (call is not None and call[1] in BUILTIN_REWARDS):
         function = BUILTIN_REWARDS[spec if call is None else call[1]]
+        if function is math and importlib.util.find_spec("math_verify") is None:
+            raise ValueError(NEEDS_MATH_VERIFY)
         return _with_parameters(function, spec, call[2] if call is not None else "")
     file_name, colon, function_name = spec.rpartition(":")
     if not colon or not file_name or not function_name:
@@ -85,7 +87,6 @@ def runs_in_a_process(spec: str | Callable) -> bool:
 
 def reward_name(function: Callable) -> str:
     """The name that metrics use."""
-    function = getattr(function, "func", function)  # a partial's function
     return getattr(function, "__name__", type(function).__name__)
 
 
@@ -116,7 +117,15 @@ def _with_parameters(function: Callable, spec: str, text: str) -> Callable:
         if is_bool != (kind is bool) or not isinstance(value, (bool, int, float)) or not 0 <= value < float("inf"):
             wanted = "True or False" if kind is bool else "a number, at least 0"
             raise ValueError(f"reward {spec!r}: {name} must be {wanted}, got {value!r:.60}")
-    return functools.partial(function, **given) if given else function
+    if not known:
+        return function
+    parameters = {name: given.get(name, default) for name, default in known.items()}
+
+    @functools.wraps(function)
+    def with_parameters(*arguments, **keywords):
+        return function(*arguments, **(keywords | parameters))  # a column of the data may have a parameter's name
+
+    return with_parameters
 
 
 def _import_file(path: Path, spec: str):

@@ -31,9 +31,7 @@ FLAGS = ("-s", "-P", "-B")
 _locks: dict | None = None
 
 
-def code(
-    completions, tests=None, *, timeout=5.0, memory_gb=1.0, share=False, **kwargs
-) -> list[float | None]:
+def code(completions, tests=None, *, timeout=5.0, memory_gb=1.0, share=False, **kwargs) -> list[float | None]:
     """1.0 if the program in the completion's last code block passes all tests of its row, else 0.0.
 
     A row of `tests` is a list, or JSON text of one: {"input": text, "output": text} (the program gets the input and

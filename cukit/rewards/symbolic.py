@@ -4,7 +4,7 @@ from .columns import completion_text, gold_texts
 from .final_box import NO_ANSWER
 from .final_number import MARKER
 
-INSTALL = "the 'math' reward needs the package math-verify: pip install 'cukit[math]'; 'boxed' needs none"
+NEEDS_MATH_VERIFY = "the 'math' reward needs the package math-verify: pip install 'cukit[math]'; 'boxed' needs none"
 
 
 def math(completions, answer=None, solution=None, **kwargs) -> list[float | None]:
@@ -13,10 +13,8 @@ def math(completions, answer=None, solution=None, **kwargs) -> list[float | None
     math-verify looks for the answer: a box first, then formulas and numbers at the end. What it can not read, or not
     compare within its five seconds, is wrong. None for a row whose own answer it can not read.
     """
-    try:
-        from math_verify import parse, verify
-    except ImportError:
-        raise ValueError(INSTALL) from None
+    from math_verify import parse, verify
+
     golds = gold_texts(len(completions), answer, solution, "math")
     scores: list[float | None] = []
     for completion, texts in zip(completions, golds, strict=True):

@@ -19,7 +19,6 @@ import sys
 import time
 import weakref
 from multiprocessing.connection import Connection, Pipe
-from pathlib import Path
 
 from .calling import RewardBatch
 from .config import RewardLimits
@@ -65,7 +64,11 @@ class RewardWorker:
     def loaded(self) -> RewardWorker:
         """Wait until the worker has imported the reward; ValueError in one line if it can not."""
         if not self._ready:
-            reply = self._reply(f"reward {self.spec!r}: importing it")
+            try:
+                reply = self._reply(f"reward {self.spec!r}: importing it")
+            except BaseException:
+                self.close()
+                raise
             self.__name__, self.where, self._ready = reply["name"], reply["where"], True
         return self
 
@@ -152,7 +155,7 @@ class RewardWorker:
     def _how_it_ended(self) -> str:
         code = self._process.returncode
         if code >= 0:
-            return f"it exited with code {code}"
+            return f"it exited with code {code}; a reward must return or raise"
         name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
         if -code == signal.SIGKILL:
             return f"killed by {name}; the system may have run out of memory"

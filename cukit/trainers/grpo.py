@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from contextlib import nullcontext
+from functools import partial
 
 import numpy as np
 
@@ -25,7 +26,7 @@ from .curriculum import CurriculumSampler
 from .evaluation import evaluate
 from .generation import Generation
 from .grpo_config import LOSS_TYPES, GRPOConfig
-from .rewarding import RewardScorer
+from .rewarding import RewardScorer, trainer_state
 from .rollout import Rollout
 from .trainer import Trainer
 
@@ -66,7 +67,7 @@ class GRPOTrainer(Trainer):
         reward_funcs = reward_funcs if reward_funcs is not None else args.reward_funcs
         if train_dataset is None:
             raise ValueError("GRPOTrainer needs train_dataset: a list of rows with a prompt, or a JSONL file")
-        self.scorer = RewardScorer(reward_funcs, args.reward_weights)
+        self.scorer = RewardScorer(reward_funcs, args.reward_weights, args.reward_limits, partial(trainer_state, self))
         super().__init__(model, args, train_dataset, eval_dataset, processing_class, callbacks, device, dtype)
         engine = flat_values(args.engine) | {
             "num_kv_blocks": self.plan.num_kv_blocks,

@@ -4,6 +4,7 @@ from typing import Any
 
 from ..engine.config import EngineConfig, SamplingOptions, SamplingParams
 from ..options import check_range, flat_values, nearest, nested, option, require
+from ..rewards.config import RewardLimits
 from .config import EXCLUSIVE, TrainerConfig
 
 # loss_type -> the per-token formula (`kind` of ops.policy_loss)
@@ -28,6 +29,7 @@ class GRPOConfig(TrainerConfig):
         None, "rewards by name (exact, boxed, gsm8k, …) or path/file.py:function", group="rewards"
     )
     reward_weights: list[float] | None = option(None, "weight of each reward; default: 1 each", group="rewards")
+    reward_limits: RewardLimits = nested(RewardLimits)
     scale_rewards: str = option(
         "group", "divide advantages by the std of this", ("group", "batch", "none"), group="rewards"
     )
