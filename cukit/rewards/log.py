@@ -15,7 +15,7 @@ class TrainerState:
 
     global_step: int = 0  # finished optimizer steps
     max_steps: int = 0  # of the whole run
-    epoch: float = 0.0  # passes over the training rows
+    epoch: float = 0.0  # passes over the training rows, those of this batch included
     num_train_epochs: float = 0.0  # as the options have it
     num_input_tokens_seen: int = 0
 

@@ -41,6 +41,7 @@ sys.path[:] = sys.argv[2:]
 from cukit.rewards.worker_process import serve
 serve(int(sys.argv[1]))
 """
+START_SECONDS = 60.0  # a process may take as long to start and to import its file, even if its calls are to be short
 IN_PROCESS = "; or give the function itself in Python, which runs in the trainer's process"
 
 
@@ -85,7 +86,7 @@ class RewardWorker:
                 f"reward {name!r} runs in a process of its own, and the data's columns can not be sent there "
                 f"({type(error).__name__}: {error}){IN_PROCESS}"
             ) from error
-        self._deadline = self._limit()
+        self._set_limit(self.limits.reward_timeout, f"reward_timeout={self.limits.reward_timeout:g} s")
         try:
             self._connection.send_bytes(message)
         except OSError:  # it died since the last call: the reply says how
@@ -119,11 +120,16 @@ class RewardWorker:
         )
         self._kill = weakref.finalize(self, _kill, self._process, ours, os.getpid())
         theirs.close()
-        self._ready, self._deadline = False, self._limit()
+        self._ready, seconds = False, self.limits.reward_timeout
+        if seconds and seconds < START_SECONDS:
+            self._set_limit(START_SECONDS, f"{START_SECONDS:g} s (more than reward_timeout={seconds:g} s)")
+        else:
+            self._set_limit(seconds, f"reward_timeout={seconds:g} s")
         ours.send((self.spec, self.limits.reward_memory_gb))
 
-    def _limit(self) -> float | None:
-        return time.monotonic() + self.limits.reward_timeout if self.limits.reward_timeout else None
+    def _set_limit(self, seconds: float, words: str) -> None:
+        """From now on; 0: none."""
+        self._deadline, self._limit = time.monotonic() + seconds if seconds else None, words
 
     def _reply(self, what: str) -> dict:
         """The next message; ValueError that begins with `what` if there is none, or if it tells of an error."""
@@ -132,8 +138,8 @@ class RewardWorker:
             if not self._connection.poll(wait):
                 self.close()
                 raise ValueError(
-                    f"{what} took longer than reward_timeout={self.limits.reward_timeout:g} s{self.where}; make it "
-                    "faster, or raise reward_timeout (0: no limit)"
+                    f"{what} took longer than {self._limit}{self.where}; make it faster, or raise reward_timeout "
+                    "(0: no limit)"
                 )
             reply = json.loads(self._connection.recv_bytes())
         except (EOFError, OSError):
