@@ -68,6 +68,8 @@ def evaluate(values: dict[str, Any]) -> None:
     _, scores = scorer([rows[group] for group in samples.groups], samples, tokenizer)
     for line in report(options, scorer.names, scores, samples.failed, samples.lengths, samples.truncated, seconds):
         print(line)
+    for name, value in scorer.recorded_metrics().items():
+        print(f"  {name} {value:.4f}")
     if samples.truncated.mean() > CUT_SHARE:
         say(
             f"warning: {samples.truncated.mean():.0%} of the completions were cut off at max_tokens="

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import math
 import traceback
 from collections.abc import Awaitable, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from numbers import Real
 
@@ -78,10 +76,15 @@ def call_rewards(
 
 
 def _gathered(coroutines: list) -> list:
+    import asyncio  # here and not above: it takes a tenth of a second, and few rewards need it
+    from concurrent.futures import ThreadPoolExecutor
+
     async def together():
         return await asyncio.gather(*coroutines)
 
-    if asyncio._get_running_loop() is None:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
         return asyncio.run(together())
     with ThreadPoolExecutor(1) as other:  # a notebook's own loop runs in this thread
         return other.submit(asyncio.run, together()).result()

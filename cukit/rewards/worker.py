@@ -18,11 +18,14 @@ import subprocess
 import sys
 import time
 import weakref
-from multiprocessing.connection import Connection, Pipe
+from typing import TYPE_CHECKING
 
 from .calling import RewardBatch
 from .config import RewardLimits
 from .log import RewardLog
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
 
 logger = logging.getLogger(__name__)
 
@@ -110,6 +113,8 @@ class RewardWorker:
     # ---- the process ----
 
     def _start(self) -> None:
+        from multiprocessing.connection import Pipe  # only where it is needed: importing it takes time
+
         ours, theirs = Pipe()
         self._connection: Connection = ours
         self._process = subprocess.Popen(

@@ -306,3 +306,13 @@ def test_random_kills_leave_nothing_behind(tmp_path):
     for _ in range(30):
         number = rng.choice([signal.SIGINT, signal.SIGTERM, signal.SIGKILL, signal.SIGKILL])
         kill_and_look(tmp_path, rng.choice(["sleeps", "spins", "process"]), number, rng.uniform(0.05, 1.2))
+
+
+def test_the_example_of_the_documentation(tmp_path):
+    text = (ROOT / "docs" / "REWARDS.md").read_text(encoding="utf-8")
+    (tmp_path / "my_rewards.py").write_text(text.split("```python\n")[1].split("```")[0])
+    worker, log = RewardWorker(f"{tmp_path}/my_rewards.py:right"), RewardLog(3)
+    given = batch(["it is 6", "6 or 7", ""], TrainerState(global_step=3), answer=["6"] * 3)
+    assert ask(worker, given, log) == [1.0, 0.1, 0.0] and log.columns == {"said": ["6", "7", ""]}
+    assert ask(worker, batch(["6 or 7"], TrainerState(global_step=101), answer=["6"]), RewardLog(1)) == [0.0]
+    worker.close()
