@@ -63,7 +63,14 @@ def call_rewards(
 ) -> list[list[float | None]]:
     """The values of each (function, name): the plain ones in turn, then the `async def` ones side by side."""
     calls = [_Call(function, name, batch, RewardLog(log.count) if log else None) for function, name in rewards]
-    found = [call.start() for call in calls]
+    found: list = []
+    try:
+        for call in calls:
+            found.append(call.start())
+    except ValueError:
+        for values in filter(inspect.iscoroutine, found):
+            values.close()  # nothing awaits it any more
+        raise
     waiting = [index for index, values in enumerate(found) if inspect.isawaitable(values)]
     if waiting:
         done = _gathered([calls[index].finished(found[index]) for index in waiting])

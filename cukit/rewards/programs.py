@@ -26,6 +26,7 @@ FENCE = re.compile(r"^[ \t]*```+[ \t]*([\w+.-]*)[^\n`]*\n(.*?)^[ \t]*```+[ \t]*$
 PYTHON = ("python", "python3", "py")
 MAX_OUTPUT = 2**20  # bytes that a program may write to a file, its output included
 MAX_PROGRAM = 100_000  # characters
+MOST_AT_ONCE = 16  # programs, each of which may take memory_gb
 # As `python -I`, but with hashes that are the same in every run: -I would not read PYTHONHASHSEED.
 FLAGS = ("-s", "-P", "-B")
 _locks: dict | None = None
@@ -102,7 +103,7 @@ class _Runs:
         self.lock, self.stopped = threading.Lock(), False
 
     def all(self, jobs: list[tuple[str, str | dict]]) -> list[bool]:
-        with ThreadPoolExecutor(min(len(jobs), os.cpu_count() or 1) or 1) as pool:
+        with ThreadPoolExecutor(min(os.cpu_count() or 1, MOST_AT_ONCE)) as pool:
             try:
                 return list(pool.map(lambda job: self.passes(*job), jobs))
             except BaseException:

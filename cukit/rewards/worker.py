@@ -40,9 +40,9 @@ if os.fork() == 0:
 nothing = os.open(os.devnull, os.O_RDONLY)
 os.dup2(nothing, 0)
 os.close(nothing)
-sys.path[:] = sys.argv[2:]
+descriptor, sys.path[:], sys.argv[1:] = int(sys.argv[1]), sys.argv[2:], []
 from cukit.rewards.worker_process import serve
-serve(int(sys.argv[1]))
+serve(descriptor)
 """
 START_SECONDS = 60.0  # a process may take as long to start and to import its file, even if its calls are to be short
 IN_PROCESS = "; or give the function itself in Python, which runs in the trainer's process"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
@@ -124,7 +124,9 @@ class RewardScorer:
             values = by_function[:, index][~np.isnan(by_function[:, index])]
             found[f"rewards/{name}/mean"] = nan_mean(values)
             found[f"rewards/{name}/std"] = float(np.std(values, ddof=1)) if len(values) > 1 else 0.0
-        return self.recorded_metrics() | found
+        recorded = self.recorded_metrics()
+        _refuse_taken("log_metric", recorded, {"step", "loss", *found})
+        return found | recorded
 
 
 def _reward(spec, limits: RewardLimits | None) -> Callable | RewardWorker:
@@ -209,13 +211,16 @@ def completion_rows(
         entry = {"prompt": row["prompt"], "completion": samples.texts[index]}
         entry |= {f"rewards/{name}": by_function[index, i] for i, name in enumerate(names)}
         entry |= {} if advantages is None else {"advantage": advantages[index]}
-        clash = entry.keys() & samples.recorded.keys()
-        if clash:
-            raise ValueError(f"log_extra({min(clash)!r}): completions.jsonl has a column of that name; choose another")
-        entry |= {name: values[index] for name, values in samples.recorded.items()}
         length = len(samples.token_ids[index]) - int(samples.prompt_lengths[index])
-        found.append(entry | {"finish_reason": samples.finish_reasons[index], "length": length})
+        entry |= {"finish_reason": samples.finish_reasons[index], "length": length}
+        _refuse_taken("log_extra", samples.recorded, {"step", *entry})
+        found.append(entry | {name: values[index] for name, values in samples.recorded.items()})
     return found
+
+
+def _refuse_taken(call: str, recorded: dict, taken: Iterable[str]) -> None:
+    if clash := recorded.keys() & set(taken):
+        raise ValueError(f"{call}({min(clash)!r}): the run writes something of that name itself; choose another")
 
 
 def nan_mean(values) -> float:

@@ -66,7 +66,7 @@ def process(completions, **kwargs):
     return [float(os.getpid())] * len(completions)
 
 def prints(completions, **kwargs):
-    print("to the output")
+    print("to the output", len(sys.argv))
     print("to the error output", file=sys.stderr)
     return [float(sys.stdin.read() == "")] * len(completions)
 """
@@ -204,7 +204,7 @@ def test_the_limits_hold_what_they_say(worker):
 def test_what_a_worker_prints_reaches_the_user(worker, capfd):
     assert ask(worker("prints")) == [1.0] * 3
     found = capfd.readouterr()
-    assert found.out == "to the output\n" and found.err == "to the error output\n"
+    assert found.out == "to the output 1\n" and found.err == "to the error output\n"
 
 
 def test_columns_that_can_not_be_sent_are_said(worker):

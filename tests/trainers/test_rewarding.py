@@ -31,8 +31,12 @@ def told(completions, trainer_state, log_extra, log_metric, **kwargs):
     log_metric("mine/rest", trainer_state.max_steps - trainer_state.global_step)
     return [trainer_state.epoch] * len(completions)
 
-def takes_the_name_prompt(completions, log_extra, **kwargs):
-    log_extra("prompt", list(range(len(completions))))
+def takes_a_column(completions, log_extra, **kwargs):
+    log_extra("length", list(range(len(completions))))
+    return [0.0] * len(completions)
+
+def takes_a_metric(completions, log_metric, **kwargs):
+    log_metric("step", 1)
     return [0.0] * len(completions)
 
 def waits(completions, **kwargs):
@@ -123,9 +127,12 @@ def test_trls_keywords_in_a_run(make_grpo, file, rows):
     assert [row["place"] for row in shown] == [0, 1, 2, 3] * 5  # an evaluation, three groups, an evaluation
 
 
-def test_a_column_of_the_log_keeps_its_meaning(make_grpo, file):
-    with pytest.raises(ValueError, match=r"log_extra\('prompt'\): completions.jsonl has a column of that name"):
-        make_grpo(f"{file}:takes_the_name_prompt").train()
+@pytest.mark.parametrize(
+    ("name", "call"), [("takes_a_column", r"log_extra\('length'\)"), ("takes_a_metric", r"log_metric\('step'\)")]
+)
+def test_what_the_run_writes_itself_keeps_its_meaning(make_grpo, file, name, call):
+    with pytest.raises(ValueError, match=f"^{call}: the run writes something of that name itself; choose another$"):
+        make_grpo(f"{file}:{name}").train()
 
 
 def test_what_is_recorded_stays_with_its_completion():
