@@ -201,7 +201,8 @@ def test_the_limits_hold_what_they_say(worker):
             RewardLimits(**{name: -1})
 
 
-def test_what_a_worker_prints_reaches_the_user(worker, capfd):
+def test_what_a_worker_prints_reaches_the_user(worker, capfd, monkeypatch):
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
     assert ask(worker("prints")) == [1.0] * 3
     found = capfd.readouterr()
     assert found.out == "to the output 1\n" and found.err == "to the error output\n"

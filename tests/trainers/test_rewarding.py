@@ -186,7 +186,7 @@ def test_async_rewards_and_workers_work_side_by_side(file):
 
     async def first(completions, **kwargs):
         here.set()
-        await there.wait()
+        await asyncio.wait_for(there.wait(), 10)
         return [0.25] * len(completions)
 
     async def second(completions, **kwargs):
@@ -195,7 +195,8 @@ def test_async_rewards_and_workers_work_side_by_side(file):
         return [0.5] * len(completions)
 
     async def third(completions, **kwargs):
-        while not os.path.exists(file + ".worker"):
+        end = time.monotonic() + 20
+        while not os.path.exists(file + ".worker") and time.monotonic() < end:
             await asyncio.sleep(0.01)
         open(file + ".trainer", "w").close()
         return [2.0] * len(completions)
