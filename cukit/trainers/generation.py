@@ -77,6 +77,7 @@ class Generation:
             )
         if replacements is None:
             return data_rows, samples, *score(range(len(data_rows)), samples), None, {}
+        samples.recorded = replacements.recorded()
         return data_rows, samples, *replacements.scores(), replacements.kept(), replacements.metrics(samples)
 
     def _reference_logprobs(self, batch: PackedBatch):

@@ -127,6 +127,26 @@ def test_trls_keywords_in_a_run(make_grpo, file, rows):
     assert [row["place"] for row in shown] == [0, 1, 2, 3] * 5  # an evaluation, three groups, an evaluation
 
 
+def test_what_is_recorded_stays_with_its_completion_where_groups_are_replaced(make_grpo):
+    """With dynamic sampling rewards get the groups as they end; here every first one has no spread."""
+    calls = []
+
+    def sizes(completions, log_extra, log_metric, **kwargs):
+        texts = [text[0]["content"] for text in completions]
+        if len(calls) % 2:
+            log_extra("size", [len(text) for text in texts])
+        calls.append(len(texts))
+        log_metric("mine/calls", len(calls))
+        return [float(place % 4 > 1 and len(calls) > 1) for place in range(len(texts))]
+
+    trainer = make_grpo(sizes, dynamic_sampling=True, max_num_gen_batches=3)
+    trainer.train()
+    shown = read_jsonl(trainer.run_folder / "completions.jsonl")
+    assert len(shown) == 8 and any(row.get("size") is not None for row in shown)
+    assert all(row["size"] in (len(row["completion"]), None) for row in shown if "size" in row)
+    assert len(calls) > 2 and len(logged(trainer, "mine/calls")) == 2
+
+
 @pytest.mark.parametrize(
     ("name", "call"), [("takes_a_column", r"log_extra\('length'\)"), ("takes_a_metric", r"log_metric\('step'\)")]
 )
