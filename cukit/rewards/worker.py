@@ -20,7 +20,7 @@ import time
 import weakref
 from typing import TYPE_CHECKING
 
-from .calling import RewardBatch
+from .calling import RewardBatch, one_line
 from .config import RewardLimits
 from .log import RewardLog
 
@@ -87,7 +87,7 @@ class RewardWorker:
         except Exception as error:
             raise ValueError(
                 f"reward {name!r} runs in a process of its own, and the data's columns can not be sent there "
-                f"({type(error).__name__}: {error}){IN_PROCESS}"
+                f"({type(error).__name__}: {one_line(error)}){IN_PROCESS}"
             ) from error
         self._set_limit(self.limits.reward_timeout, f"reward_timeout={self.limits.reward_timeout:g} s")
         try:
