@@ -12,8 +12,11 @@ Row forms (other columns are kept, rewards get them):
 import json
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+T = TypeVar("T")
 
 MAX_DIGITS = 4300  # of an integer: as many as Python reads by default
 QUESTION_COLUMNS = {"question": "answer", "problem": "solution"}
@@ -78,7 +81,7 @@ def _integer(text: str) -> int:
     return int(text)
 
 
-def _refuse_constant(name: str):
+def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is no JSON; write null, or the number as text")
 
 
@@ -125,7 +128,7 @@ def is_conversational(prompt: str | list[dict]) -> bool:
     return not isinstance(prompt, str)
 
 
-def checked_column(value, column: str) -> str | list[dict]:
+def checked_column(value: Any, column: str) -> str | list[dict]:
     if isinstance(value, str):
         return value
     well_formed = isinstance(value, list) and value and all(isinstance(m, dict) and "role" in m for m in value)
@@ -138,7 +141,7 @@ def column_names(row: dict) -> str:
     return ", ".join(map(str, row)) or "none"
 
 
-def located(function, index: int, row, *arguments):
+def located(function: Callable[..., T], index: int, row: object, *arguments: object) -> T:
     """function(row, *arguments); its ValueError names the data row."""
     try:
         return function(row, *arguments)

@@ -8,6 +8,8 @@ import traceback
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from numbers import Real
+from types import CodeType
+from typing import Any
 
 import numpy as np
 
@@ -30,7 +32,11 @@ class RewardBatch:
         """The keywords of a call. The names here and TRL's win over columns of the data."""
         found = {**self.columns, "prompts": self.prompts, "completions": self.completions}
         found["completion_ids"] = self.completion_ids
-        more = {"prompt_ids": self.prompt_ids, "prompt_text": self.prompt_text, "trainer_state": self.trainer_state}
+        more: dict[str, Any] = {
+            "prompt_ids": self.prompt_ids,
+            "prompt_text": self.prompt_text,
+            "trainer_state": self.trainer_state,
+        }
         more |= {} if log is None else {"log_extra": log.extra, "log_metric": log.metric}
         return found | {key: value for key, value in more.items() if value is not None and _takes(function, key)}
 
@@ -62,7 +68,8 @@ def call_rewards(
     rewards: Sequence[tuple[Callable, str]], batch: RewardBatch, log: RewardLog | None = None
 ) -> list[list[float | None]]:
     """The values of each (function, name): the plain ones in turn, then the `async def` ones side by side."""
-    calls = [_Call(function, name, batch, RewardLog(log.count) if log else None) for function, name in rewards]
+    whole = log or RewardLog(len(batch.completions))
+    calls = [_Call(function, name, batch, RewardLog(whole.count) if log else None) for function, name in rewards]
     found: list = []
     try:
         for call in calls:
@@ -77,8 +84,9 @@ def call_rewards(
         for index, values in zip(waiting, done, strict=True):
             found[index] = values
     checked = [call.checked(values) for call, values in zip(calls, found, strict=True)]
-    for call in calls if log else ():
-        log.add(call.log.columns, call.log.metrics)
+    for call in calls:
+        if call.log is not None:
+            whole.add(call.log.columns, call.log.metrics)
     return checked
 
 
@@ -86,7 +94,7 @@ def _gathered(coroutines: list) -> list:
     import asyncio  # here and not above: it takes a tenth of a second, and few rewards need it
     from concurrent.futures import ThreadPoolExecutor
 
-    async def together():
+    async def together() -> list:
         return await asyncio.gather(*coroutines)
 
     try:
@@ -103,14 +111,14 @@ class _Call:
     def __init__(self, function: Callable, name: str, batch: RewardBatch, log: RewardLog | None):
         self.function, self.name, self.batch, self.log = function, name, batch, log
 
-    def start(self):
+    def start(self) -> Any:
         """What the function returns: the values, or for `async def` what they are awaited of."""
         try:
             return self.function(**self.batch.keywords(self.function, self.log))
         except (Exception, SystemExit) as error:
             raise self._named(error) from error
 
-    async def finished(self, values: Awaitable):
+    async def finished(self, values: Awaitable) -> Any:
         try:
             return await values
         except (Exception, SystemExit) as error:
@@ -121,7 +129,7 @@ class _Call:
         where = _where_it_failed(self.function, error, self.batch.completions)
         return ValueError(f"reward {self.name!r} raised {type(error).__name__}: {one_line(error)}{hint}{where}")
 
-    def checked(self, values) -> list[float | None]:
+    def checked(self, values: Any) -> list[float | None]:
         name, completions, where = self.name, self.batch.completions, defined_at(self.function)
         if not isinstance(values, (list, tuple, np.ndarray)):
             raise ValueError(
@@ -144,7 +152,7 @@ def _takes(function: Callable, keyword: str) -> bool:
     return takes_all or keyword in parameters
 
 
-def _code_of(function: Callable):
+def _code_of(function: Callable) -> CodeType | None:
     function = inspect.unwrap(getattr(function, "func", function))  # a partial's function
     found = function if hasattr(function, "__code__") else type(function).__call__
     return getattr(found, "__code__", None)
@@ -171,11 +179,11 @@ def _where_it_failed(function: Callable, error: BaseException, completions: Sequ
     return f" ({frame.f_code.co_filename}, line {line}{row})"
 
 
-def _shown(completion) -> str:
+def _shown(completion: object) -> str:
     return " ".join(f"{completion!r:.60}".split())
 
 
-def _checked(value, name: str, index: int, completions: Sequence, where: str) -> float | None:
+def _checked(value: Any, name: str, index: int, completions: Sequence, where: str) -> float | None:
     if value is None:
         return None
     if isinstance(value, np.ndarray) and value.ndim == 0:

@@ -1,10 +1,10 @@
 """The reward of the countdown task (TinyZero): reach a target by arithmetic that uses each given number once."""
 
 import re
+from collections.abc import Sequence
 from fractions import Fraction
-from numbers import Integral
 
-from .columns import completion_text
+from .columns import Column, Completion, completion_text
 
 ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
 TOKEN = re.compile(r"\s*(?:([0-9]+)|([-+*/()]))")
@@ -12,7 +12,15 @@ MAX_EXPRESSION = 500  # characters
 PRECEDENCE = {"+": 1, "-": 1, "*": 2, "/": 2, "negate": 3, "keep": 3}
 
 
-def countdown(completions, numbers=None, nums=None, target=None, *, partial=0.1, **kwargs) -> list[float | None]:
+def countdown(
+    completions: Sequence[Completion],
+    numbers: Column = None,
+    nums: Column = None,
+    target: Column = None,
+    *,
+    partial: float = 0.1,
+    **kwargs: object,
+) -> list[float | None]:
     """1.0 if the last <answer>…</answer> holds an expression that is the target and uses each of the numbers once.
 
     `partial` for an answer that is there and wrong; 0.0 without one. Columns: `numbers` (or `nums`, a list of whole
@@ -23,10 +31,10 @@ def countdown(completions, numbers=None, nums=None, target=None, *, partial=0.1,
     if numbers is None or target is None:
         raise ValueError("the 'countdown' reward needs the columns 'numbers' (or 'nums') and 'target' in the data")
     rows = zip(completions, numbers, target, strict=True)
-    return [_score(completion_text(completion), *row, partial) for completion, *row in rows]
+    return [_score(completion_text(completion), given, wanted, partial) for completion, given, wanted in rows]
 
 
-def _score(text: str, numbers, target, partial: float) -> float | None:
+def _score(text: str, numbers: Sequence[int] | None, target: int | None, partial: float) -> float | None:
     if numbers is None or target is None:
         return None
     found = ANSWER.findall(text)
@@ -37,7 +45,7 @@ def _score(text: str, numbers, target, partial: float) -> float | None:
 
 def _is_right(expression: str, numbers: list[int], target: int) -> bool:
     tokens = _tokens(expression)
-    if tokens is None or sorted(token for token in tokens if isinstance(token, Integral)) != sorted(numbers):
+    if tokens is None or sorted(token for token in tokens if isinstance(token, int)) != sorted(numbers):
         return False
     return evaluate(expression) == target
 

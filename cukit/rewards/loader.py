@@ -11,6 +11,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 from .calling import one_line
 from .countdown import countdown
@@ -63,17 +64,17 @@ def load_reward(spec: str | Callable) -> Callable:
     if not path.is_file():
         raise ValueError(f"reward {spec!r}: file {file_name!r} does not exist")
     module = _import_file(path.resolve(), spec)
-    function = getattr(module, function_name, None)
-    if function is None:
+    found_function = getattr(module, function_name, None)
+    if found_function is None:
         found = [
             name for name, value in vars(module).items() if callable(value) and value.__module__ == module.__name__
         ]
         raise ValueError(
             f"reward {spec!r}: {file_name} has no {function_name!r} (it has: {', '.join(found) or 'nothing'})"
         )
-    if not callable(function):
-        raise ValueError(f"reward {spec!r}: {function_name!r} is {type(function).__name__}, not a function")
-    return function
+    if not callable(found_function):
+        raise ValueError(f"reward {spec!r}: {function_name!r} is {type(found_function).__name__}, not a function")
+    return found_function
 
 
 def runs_in_a_process(spec: str | Callable) -> bool:
@@ -122,13 +123,13 @@ def _with_parameters(function: Callable, spec: str, text: str) -> Callable:
     parameters = {name: given.get(name, default) for name, default in known.items()}
 
     @functools.wraps(function)
-    def with_parameters(*arguments, **keywords):
+    def with_parameters(*arguments: object, **keywords: object) -> object:
         return function(*arguments, **(keywords | parameters))  # a column of the data may have a parameter's name
 
     return with_parameters
 
 
-def _import_file(path: Path, spec: str):
+def _import_file(path: Path, spec: str) -> ModuleType:
     # Registered under a name of its own: dataclasses and pickling look their module up in sys.modules.
     module_name = f"cukit_reward_{path.stem}_{abs(hash(str(path)))}"
     module_spec = importlib.util.spec_from_file_location(module_name, path)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -31,14 +31,14 @@ class RewardLog:
     columns: dict[str, list] = field(default_factory=dict)
     metrics: dict[str, list[float]] = field(default_factory=dict)
 
-    def extra(self, column: str, values: Sequence) -> None:
+    def extra(self, column: Any, values: Any) -> None:
         """`log_extra`: a column of completions.jsonl, one value a completion; several calls add up to one column."""
         if not isinstance(column, str) or not isinstance(values, (list, tuple, np.ndarray)):
             raise TypeError("log_extra takes the name of a column and a list of values, one a completion")
         found = [_plain(value, f"log_extra({column!r})") for value in values]
         self.columns.setdefault(column, []).extend(found)
 
-    def metric(self, name: str, value: float) -> None:
+    def metric(self, name: Any, value: Any) -> None:
         """`log_metric`: a number of metrics.jsonl; several of one name in a batch become their mean."""
         if not isinstance(name, str):
             raise TypeError(f"log_metric takes a name and a number, got the name {name!r:.60}")
@@ -67,7 +67,7 @@ class RewardLog:
             self.metrics.setdefault(name, []).extend(values)
 
 
-def _plain(value, where: str):
+def _plain(value: object, where: str) -> object:
     """The value as JSON can hold it; TypeError if it can not."""
     if isinstance(value, (np.generic, np.ndarray)):
         value = value.tolist()

@@ -41,13 +41,13 @@ def limit(cpu_seconds: int, memory: int, file_size: int) -> None:
             pass
 
 
-def end_with(libc, starter: int) -> None:
+def end_with(libc: ctypes.CDLL, starter: int) -> None:
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != starter:
         os._exit(1)
 
 
-def leave_namespaces(libc) -> bool:
+def leave_namespaces(libc: ctypes.CDLL) -> bool:
     """Go on as a child that is alone: it sees no other process, and no network device that is up."""
     if libc.unshare(NAMESPACES) != 0:
         return False
@@ -64,7 +64,7 @@ def leave_namespaces(libc) -> bool:
     return True
 
 
-def leave_files(libc) -> bool:
+def leave_files(libc: ctypes.CDLL) -> bool:
     """Landlock: no program may be run, nothing but `readable` be read, nothing but this folder be written."""
     version = libc.syscall(LANDLOCK_CREATE, None, ctypes.c_size_t(0), ctypes.c_uint32(1))
     if version < 1:

@@ -13,11 +13,13 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from typing import IO, Any
 
-from .columns import completion_text
+from .columns import Column, Completion, completion_text
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +34,15 @@ FLAGS = ("-s", "-P", "-B")
 _locks: dict | None = None
 
 
-def code(completions, tests=None, *, timeout=5.0, memory_gb=1.0, share=False, **kwargs) -> list[float | None]:
+def code(
+    completions: Sequence[Completion],
+    tests: Column = None,
+    *,
+    timeout: float = 5.0,
+    memory_gb: float = 1.0,
+    share: bool = False,
+    **kwargs: object,
+) -> list[float | None]:
     """1.0 if the program in the completion's last code block passes all tests of its row, else 0.0.
 
     A row of `tests` is a list, or JSON text of one: {"input": text, "output": text} (the program gets the input and
@@ -77,7 +87,7 @@ def same_output(given: str, wanted: str) -> bool:
     return first == second
 
 
-def _tests_of(row, index: int) -> list[str | dict]:
+def _tests_of(row: Any, index: int) -> list[str | dict]:
     if isinstance(row, str):
         try:
             row = json.loads(row)
@@ -146,7 +156,7 @@ class _Runs:
             return process.returncode == 0, output.read(MAX_OUTPUT + 1).decode("utf-8", "replace")
 
 
-def start(folder: str, mode: str, cpu_seconds: int, memory: int, output) -> subprocess.Popen:
+def start(folder: str, mode: str, cpu_seconds: int, memory: int, output: IO[bytes]) -> subprocess.Popen:
     """The runner's process, in `folder`, with next to nothing in its environment."""
     environment = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": folder, "TMPDIR": folder}
     environment |= {"PYTHONHASHSEED": "0", "PYTHONIOENCODING": "utf-8", "OPENBLAS_NUM_THREADS": "1"}

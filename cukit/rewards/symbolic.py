@@ -1,13 +1,17 @@
 """The reward that compares answers as formulas, by the package math-verify (sympy)."""
 
-from .columns import completion_text, gold_texts
+from collections.abc import Callable, Sequence
+
+from .columns import Column, Completion, completion_text, gold_texts
 from .final_box import NO_ANSWER
 from .final_number import MARKER
 
 NEEDS_MATH_VERIFY = "the 'math' reward needs the package math-verify: pip install 'cukit[math]'; 'boxed' needs none"
 
 
-def math(completions, answer=None, solution=None, **kwargs) -> list[float | None]:
+def math(
+    completions: Sequence[Completion], answer: Column = None, solution: Column = None, **kwargs: object
+) -> list[float | None]:
     r"""1.0 if math-verify finds the completion's answer equal to one of the row's: `1+x` = `x+1`, `\sqrt8` = `2\sqrt2`.
 
     math-verify looks for the answer: a box first, then formulas and numbers at the end. What it can not read, or not
@@ -24,7 +28,7 @@ def math(completions, answer=None, solution=None, **kwargs) -> list[float | None
     return scores
 
 
-def _gold(text: str, parse) -> list:
+def _gold(text: str, parse: Callable[[str], list]) -> list:
     """What math-verify reads of a right answer, which may stand without the signs that mark a formula."""
     if text.strip().lower() in NO_ANSWER:
         return []

@@ -63,6 +63,8 @@ class RewardWorker:
     def __init__(self, spec: str, limits: RewardLimits | None = None):
         self.spec, self.limits = spec, limits or RewardLimits()
         self.__name__ = self.where = ""
+        self._ready = False
+        self._kill: weakref.finalize | None = None
         self._start()
 
     def loaded(self) -> RewardWorker:
@@ -187,5 +189,6 @@ def _kill(process: subprocess.Popen, connection: Connection, owner: int) -> None
         except (ProcessLookupError, PermissionError):  # the latter: macOS, where all that is left is a zombie
             pass
         process.wait()
-    process.stdin.close()
+    if process.stdin is not None:
+        process.stdin.close()
     connection.close()

@@ -7,6 +7,7 @@ import os
 import pickle
 import sys
 import traceback
+from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Connection
 
@@ -21,7 +22,7 @@ def serve(descriptor: int) -> None:
     connection = Connection(descriptor)
     spec, memory_gb = connection.recv()
     _limit_memory(memory_gb)
-    function = None
+    function: Callable
 
     def load() -> dict:
         nonlocal function
@@ -48,7 +49,7 @@ def serve(descriptor: int) -> None:
         work = score
 
 
-def _answer(work) -> dict:
+def _answer(work: Callable[[], dict]) -> dict:
     try:
         return work()
     except MemoryError:

@@ -6,29 +6,36 @@ GRPO: Shao et al. 2024 ("DeepSeekMath"); DAPO: Yu et al. 2025; Dr. GRPO: Liu et 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from functools import partial
+from typing import Any
 
 import numpy as np
 
-from ..autograd import no_grad
+from ..autograd import Tensor, no_grad
 from ..datasets.demonstrations import encode_prompts
-from ..datasets.sampler import batches_an_epoch
+from ..datasets.sampler import EpochSampler, batches_an_epoch
 from ..datasets.sources import prompt_rows
+from ..engine.memory import Plan
 from ..engine.shapes import ModelUse
 from ..models.decoder import Decoder
 from ..models.logprobs import packed_logprobs
 from ..ops import policy_loss
 from ..ops.policy_loss import MAX_LOG_RATIO, STATS
 from ..options import flat_values
+from ..tokenizer import Tokenizer
 from .batch import PackedBatch, Rows
+from .callbacks import TrainerCallback
 from .curriculum import CurriculumSampler
 from .evaluation import evaluate
 from .generation import Generation
 from .grpo_config import LOSS_TYPES, GRPOConfig
 from .rewarding import RewardScorer, trainer_state
 from .rollout import Rollout
-from .trainer import Trainer
+from .trainer import DataSource, ModelSource, Trainer
+
+Reward = str | Callable[..., Any]
 
 
 class GRPOTrainer(Trainer):
@@ -50,18 +57,19 @@ class GRPOTrainer(Trainer):
     """
 
     label = "grpo"
+    args: GRPOConfig
 
     def __init__(
         self,
-        model,
-        reward_funcs=None,
-        args=None,
-        train_dataset=None,
-        eval_dataset=None,
-        processing_class=None,
-        callbacks=(),
-        device="auto",
-        dtype="auto",
+        model: ModelSource,
+        reward_funcs: Reward | Sequence[Reward] | None = None,
+        args: GRPOConfig | None = None,
+        train_dataset: DataSource | None = None,
+        eval_dataset: DataSource | None = None,
+        processing_class: Tokenizer | None = None,
+        callbacks: Iterable[TrainerCallback] = (),
+        device: str = "auto",
+        dtype: str = "auto",
     ):
         args = args or GRPOConfig()
         reward_funcs = reward_funcs if reward_funcs is not None else args.reward_funcs
@@ -80,7 +88,7 @@ class GRPOTrainer(Trainer):
 
     # ---- rows and steps ----
 
-    def prepare_rows(self, rows, name):
+    def prepare_rows(self, rows: list[dict], name: str) -> list[tuple[dict, list[int]]]:
         """[(row, prompt ids)]. A prompt that leaves no room for a completion is refused."""
         limit = min(
             self.args.max_model_len or self.model.config.max_position_embeddings,
@@ -99,14 +107,14 @@ class GRPOTrainer(Trainer):
                 )
         return list(zip(rows, prompts, strict=True))
 
-    def make_sampler(self, num_rows):
+    def make_sampler(self, num_rows: int) -> EpochSampler:
         args = self.args
         if args.curriculum == "none":
             return super().make_sampler(num_rows)
         given = (args.seed, args.shuffle_dataset, args.curriculum, args.curriculum_patience)
         return CurriculumSampler(num_rows, *given)
 
-    def plan_memory(self, *more, **sizes):
+    def plan_memory(self, *more: ModelUse, **sizes: Any) -> Plan:
         args, use = self.args, self.model
         reference = [ModelUse("reference", use.config, use.dtype)] if args.beta else []
         longest = max(len(ids) for _, ids in self.train_rows) + args.max_completion_length
@@ -115,37 +123,38 @@ class GRPOTrainer(Trainer):
         return super().plan_memory(*reference, *more, engine=args.engine, **sizes)
 
     @property
-    def _slices(self):
+    def _slices(self) -> int:
         """Optimizer batches in a generation batch."""
         return self.args.num_slices
 
     @property
-    def _updates_a_generation(self):
+    def _updates_a_generation(self) -> int:
         return self._slices * self.args.num_iterations
 
     @property
-    def _prompts_a_generation(self):
+    def _prompts_a_generation(self) -> int:
         return self.args.generation_size // self.args.num_generations
 
-    def count_steps(self):
+    def count_steps(self) -> int:
         args = self.args
         if args.max_steps > 0:
             return args.max_steps
         generations = args.num_train_epochs * batches_an_epoch(len(self.train_rows), self._prompts_a_generation)
         return max(1, math.ceil(generations)) * self._updates_a_generation
 
-    def make_batch(self, step):
-        metrics = {}
+    def make_batch(self, step: int) -> tuple[list[Rows], dict]:
+        metrics: dict = {}
         place = step % self._updates_a_generation
         if place == 0:
             self._batch, metrics = self.generation.batch(step // self._updates_a_generation)
+        assert self._batch is not None
         micro_batches = self._batch.micro_batches(place % self._slices, self.args.max_tokens_per_batch)
         self._on_policy = place == 0
         return micro_batches, metrics | {"step_tokens": sum(rows.num_learnt for rows in micro_batches)}
 
     # ---- the loss ----
 
-    def compute_loss(self, rows: Rows):
+    def compute_loss(self, rows: Rows) -> tuple[Tensor, dict[str, np.ndarray]]:
         with nullcontext() if rows.has_gradient else no_grad():
             logprobs, entropy = packed_logprobs(self.model, rows.tokens, self.args.temperature)
             loss, extra = self.policy_loss(logprobs, rows)
@@ -161,7 +170,7 @@ class GRPOTrainer(Trainer):
             }
         return loss, extra
 
-    def policy_loss(self, logprobs, rows: Rows):
+    def policy_loss(self, logprobs: Tensor, rows: Rows) -> tuple[Tensor, dict[str, np.ndarray]]:
         """The loss of some rows of an optimizer batch, a scalar Tensor, and {name: array} for step_metrics.
 
         logprobs: Tensor (N,), of the learnt tokens as the policy is now. rows has as arrays (N,) what belongs to them:
@@ -185,7 +194,7 @@ class GRPOTrainer(Trainer):
         )
         return loss, {"stats": stats}
 
-    def step_metrics(self, sums):
+    def step_metrics(self, sums: dict) -> dict:
         if not sums:  # nothing counted
             return {}
         tokens = max(float(sums["tokens"]), 1.0)
@@ -217,27 +226,29 @@ class GRPOTrainer(Trainer):
             "clip_ratio/region_mean": low + high,
         }
 
-    def weights_changed(self):
+    def weights_changed(self) -> None:
         self.rollout.weights_changed()
 
-    def after_update(self):
-        if self.args.sync_ref_model and (self.global_step + 1) % self.args.ref_model_sync_steps == 0:
+    def after_update(self) -> None:
+        due = self.args.sync_ref_model and (self.global_step + 1) % self.args.ref_model_sync_steps == 0
+        if due and self.reference is not None:
             self.reference.store.mix_from(self.model.store, self.args.ref_model_mixup_alpha)
 
     # ---- evaluation, checkpoints ----
 
-    def run_evaluation(self):
+    def run_evaluation(self) -> dict:
         return evaluate(self)
 
-    def method_state(self):
-        arrays = {}
+    def method_state(self) -> tuple[dict, dict]:
+        arrays: dict = {}
         if self.global_step % self._updates_a_generation:
+            assert self._batch is not None
             arrays |= {f"batch.{name}": value for name, value in self._batch.to_arrays().items()}
-        if self.args.sync_ref_model:
+        if self.reference is not None and self.args.sync_ref_model:
             arrays |= {f"reference.{name}": value for name, value in self.reference.parts().items()}
         return arrays, {"updates_a_generation": self._updates_a_generation}
 
-    def load_method_state(self, arrays, values):
+    def load_method_state(self, arrays: dict, values: dict) -> None:
         if values["updates_a_generation"] != self._updates_a_generation:
             raise ValueError(
                 f"the checkpoint made {values['updates_a_generation']} updates a generation batch, this run makes "
@@ -245,7 +256,7 @@ class GRPOTrainer(Trainer):
             )
         batch = {name.removeprefix("batch."): value for name, value in arrays.items() if name.startswith("batch.")}
         self._batch = PackedBatch.from_arrays(batch).to(self.model.backend) if batch else None
-        if self.args.sync_ref_model:
+        if self.reference is not None and self.args.sync_ref_model:
             parts = {name.removeprefix("reference."): x for name, x in arrays.items() if name.startswith("reference.")}
             _load_parts(self.reference, parts)
 
