@@ -32,7 +32,7 @@ LAYERS = {
     "tokenizer": set(),
     "datasets": {"tokenizer"},
     "user_code": set(),
-    "rewards": {"user_code"},
+    "rewards": {"options", "user_code"},
     "parallel": {"backend"},
     "runs": {"models", "backend"},
     "engine": BELOW_ENGINE | {"tokenizer"},

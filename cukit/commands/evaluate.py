@@ -8,6 +8,7 @@ import numpy as np
 from ..engine.config import EngineConfig, SamplingParams
 from ..models.config import DTYPES
 from ..options import Options, check_range, given_values, nested, option
+from ..rewards.config import RewardLimits
 from .dry_run import show_engine
 from .generate import TINY_MODEL
 from .parser import make, say
@@ -27,6 +28,7 @@ class EvalOptions(Options):
         "rewards by name (exact, boxed, gsm8k, …) or path/file.py:function; right means that the first is at least 1",
         group="rewards",
     )
+    reward_limits: RewardLimits = nested(RewardLimits)
     chat_template_kwargs: dict | None = option(None, "arguments of the chat template, as JSON", group="generation")
     device: str = option("auto", "where to run", ("auto", "cpu", "cuda"), "device and memory")
     dtype: str = option(
@@ -52,7 +54,7 @@ def evaluate(values: dict[str, Any]) -> None:
         show_engine(options, options.model, options.device, options.dtype, options.engine)
         return
     sampling = options.sampling
-    scorer = RewardScorer(options.reward_funcs)
+    scorer = RewardScorer(options.reward_funcs, limits=options.reward_limits)
     rows = prompt_rows(load_rows(options.data))[: options.limit]
     folder = model_folder(options.model)
     tokenizer = Tokenizer.from_folder(folder)
@@ -66,6 +68,8 @@ def evaluate(values: dict[str, Any]) -> None:
     _, scores = scorer([rows[group] for group in samples.groups], samples, tokenizer)
     for line in report(options, scorer.names, scores, samples.failed, samples.lengths, samples.truncated, seconds):
         print(line)
+    for name, value in scorer.recorded_metrics().items():
+        print(f"  {name} {value:.4f}")
     if samples.truncated.mean() > CUT_SHARE:
         say(
             f"warning: {samples.truncated.mean():.0%} of the completions were cut off at max_tokens="

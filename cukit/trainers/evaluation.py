@@ -31,4 +31,5 @@ def evaluate(trainer) -> dict:
         shown = completion_rows(rows[:32], samples, trainer.scorer.names, by_function)
         trainer.logger.log_completions(trainer.global_step, shown)
     metrics = evaluation_metrics(trainer.scorer.names, samples, rewards, by_function)
+    metrics |= {f"eval/{name}": value for name, value in trainer.scorer.recorded_metrics().items()}
     return metrics | {"eval/runtime": time.perf_counter() - started}

@@ -82,6 +82,7 @@ class Generation:
             )
         if replacements is None:
             return data_rows, samples, *score(range(len(data_rows)), samples), None, {}
+        samples.recorded = replacements.recorded()
         return data_rows, samples, *replacements.scores(), replacements.kept(), replacements.metrics(samples)
 
     def _advantages(self, samples: Samples, rewards, by_function, sizes, metrics: dict):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,7 @@ from .evaluation import evaluate
 from .generation import Generation
 from .grpo_config import GRPOConfig
 from .loss import OWN, built_in_loss, load_loss
-from .rewarding import RewardScorer
+from .rewarding import RewardScorer, trainer_state
 from .rollout import Rollout
 from .trainer import DataSource, ModelSource, Trainer
 
@@ -75,7 +76,7 @@ class GRPOTrainer(Trainer):
         reward_funcs = reward_funcs if reward_funcs is not None else args.reward_funcs
         if train_dataset is None:
             raise ValueError("GRPOTrainer needs train_dataset: a list of rows with a prompt, or a JSONL file")
-        self.scorer = RewardScorer(reward_funcs, args.reward_weights)
+        self.scorer = RewardScorer(reward_funcs, args.reward_weights, args.reward_limits, partial(trainer_state, self))
         self.loss_function = load_loss(args.loss) if args.loss else built_in_loss
         self.entropy_bonus, self._entropy_weight = EntropyBonus(args.loss_options), 0.0
         super().__init__(model, args, train_dataset, eval_dataset, processing_class, callbacks, device, dtype)

@@ -4,6 +4,7 @@ from typing import Any
 
 from ..engine.config import EngineConfig, SamplingOptions, SamplingParams
 from ..options import check_range, flat_values, nearest, nested, option, require
+from ..rewards.config import RewardLimits
 from .config import EXCLUSIVE, TrainerConfig
 from .loss_config import LOSS_TYPES as LOSS_TYPES
 from .loss_config import AdvantageOptions, LossOptions
@@ -28,6 +29,7 @@ class GRPOConfig(TrainerConfig):
         None, "rewards by name (exact, boxed, gsm8k, …) or path/file.py:function", group="rewards"
     )
     reward_weights: list[float] | None = option(None, "weight of each reward; default: 1 each", group="rewards")
+    reward_limits: RewardLimits = nested(RewardLimits)
     advantage_options: AdvantageOptions = nested(AdvantageOptions)
     num_generations: int = option(8, "completions per prompt (the group), at least 2", group="generation")
     dynamic_sampling: bool = option(

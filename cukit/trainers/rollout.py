@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -26,6 +26,7 @@ class Samples:
     logprobs: list[np.ndarray]  # of each completion token at the moment it was drawn; empty unless asked for
     finish_reasons: list[str]
     texts: list[str]  # without special tokens and stop strings
+    recorded: dict[str, list] = field(default_factory=dict)  # column -> a value a row: what rewards recorded of them
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -65,7 +66,8 @@ class Samples:
         chosen = np.asarray(chosen)
         lists = (self.token_ids, self.logprobs, self.finish_reasons, self.texts)
         token_ids, logprobs, reasons, texts = ([values[i] for i in chosen.tolist()] for values in lists)
-        return Samples(token_ids, self.prompt_lengths[chosen], self.groups[chosen], logprobs, reasons, texts)
+        recorded = {name: [values[i] for i in chosen.tolist()] for name, values in self.recorded.items()}
+        return Samples(token_ids, self.prompt_lengths[chosen], self.groups[chosen], logprobs, reasons, texts, recorded)
 
 
 class Rollout:
