@@ -8,8 +8,8 @@ import numpy as np
 from ..engine.config import EngineConfig, SamplingParams
 from ..models.config import DTYPES
 from ..options import Options, check_range, given_values, nested, option
+from .chat import TINY_MODEL
 from .dry_run import show_engine
-from .generate import TINY_MODEL
 from .parser import make, say
 
 TEST_ROWS = "data/arithmetic/test.jsonl"

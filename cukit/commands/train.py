@@ -64,7 +64,7 @@ def _train(values: dict[str, Any], args: TrainerConfig, trainer_class: Any, **mo
     if Path(trainer.run_folder).is_dir():  # a run that was stopped before its first step leaves none
         print(f"run folder: {trainer.run_folder}")
     if newest_model(trainer.run_folder):
-        print(f"talk to it: {program()} generate --model {shlex.quote(str(trainer.run_folder))}")
+        print(f"talk to it: {program()} chat --model {shlex.quote(str(trainer.run_folder))}")
     return 0 if trainer.global_step >= trainer.total_steps else 130
 
 
