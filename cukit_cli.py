@@ -74,7 +74,7 @@ COMMANDS = {
         (EvalOptions,),
         examples=(
             "cukit eval --model FOLDER --data test.jsonl --reward_funcs boxed",
-            "cukit eval --model runs/grpo-001 --n 4 --temperature 1 --limit 100",
+            "cukit eval --model FOLDER --tasks gsm8k,math500 --n 8 --temperature 0.6 --output answers.jsonl",
         ),
         bundled={"model": TINY_MODEL, "data": TEST_ROWS, "reward_funcs": ["gsm8k"]},
     ),

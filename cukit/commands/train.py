@@ -65,7 +65,7 @@ def _train(values: dict[str, Any], args: TrainerConfig, trainer_class: Any, **mo
         print(f"run folder: {trainer.run_folder}")
     if newest_model(trainer.run_folder):
         print(f"talk to it: {program()} chat --model {shlex.quote(str(trainer.run_folder))}")
-    return 0 if trainer.global_step >= trainer.total_steps else 130
+    return 0 if trainer.finished else 130
 
 
 def program() -> str:

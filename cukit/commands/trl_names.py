@@ -88,7 +88,6 @@ NOT_YET = {
     **dict.fromkeys(("vllm_structured_outputs_regex", "vllm_guided_decoding_regex"), "guided decoding"),
     **dict.fromkeys(("report_to", "trackio_space_id", "project"), _REPORTERS),
     **dict.fromkeys(("num_completions_to_print", "log_unique_prompts", "include_num_input_tokens_seen"), _REPORTERS),
-    **dict.fromkeys(("load_best_model_at_end", "metric_for_best_model", "greater_is_better"), "the best checkpoint"),
     **dict.fromkeys(("top_entropy_quantile", "entropy_coef", "use_adaptive_entropy"), _LOSSES),
     **dict.fromkeys(("sapo_temperature_neg", "sapo_temperature_pos", "label_smoothing_factor"), _LOSSES),
     **dict.fromkeys(("multi_objective_aggregation", "router_aux_loss_coef", "dft"), _LOSSES),

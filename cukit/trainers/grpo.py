@@ -69,12 +69,15 @@ class GRPOTrainer(Trainer):
         callbacks: Iterable[TrainerCallback] = (),
         device: str = "auto",
         dtype: str = "auto",
+        eval_reward_funcs: Reward | Sequence[Reward] | None = None,
     ):
         args = args or GRPOConfig()
         reward_funcs = reward_funcs if reward_funcs is not None else args.reward_funcs
         if train_dataset is None:
             raise ValueError("GRPOTrainer needs train_dataset: a list of rows with a prompt, or a JSONL file")
         self.scorer = RewardScorer(reward_funcs, args.reward_weights)
+        eval_reward_funcs = eval_reward_funcs if eval_reward_funcs is not None else args.eval_reward_funcs
+        self.eval_scorer = self.scorer if eval_reward_funcs is None else RewardScorer(eval_reward_funcs)
         super().__init__(model, args, train_dataset, eval_dataset, processing_class, callbacks, device, dtype)
         engine = flat_values(args.engine) | {
             "num_kv_blocks": self.plan.num_kv_blocks,

@@ -16,7 +16,7 @@ import yaml
 import cukit_cli
 from cukit import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 from cukit.commands.chat import Chat
-from cukit.commands.evaluate import EvalOptions, report
+from cukit.commands.evaluate import report
 from cukit.commands.generate import GenerateOptions
 from cukit.commands.parser import make
 from cukit.commands.train import program
@@ -286,13 +286,11 @@ def test_c13_eval_warns_when_completions_are_cut_and_counts_what_the_reward_left
     assert cukit_cli.main(argv) == 0
     assert "warning: 100% of the completions were cut off at max_tokens=1" in capsys.readouterr().err
     scores = np.array([[1.0], [np.nan], [0.0], [np.nan], [1.0]])
-    lines = report(
-        make(EvalOptions, {"data": "d"}), ["r"], scores, np.zeros(5, bool), np.ones(5), np.zeros(5, bool), 1.0
-    )
+    lines = report("d", ["r"], scores, np.zeros(5, bool), np.ones(5), np.zeros(5, bool), 1.0)
     assert lines[0] == "accuracy 0.6667 (2 of 3; the reward did not apply to 2 more; d)"
     with pytest.raises(ValueError, match="applies to no row of d"):
         report(
-            make(EvalOptions, {"data": "d"}),
+            "d",
             ["r"],
             scores * np.nan,
             np.zeros(5, bool),
