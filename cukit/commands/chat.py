@@ -6,6 +6,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -52,7 +53,7 @@ def chat(values: dict[str, Any]) -> None:
     llm, options, prompt = found
     if sys.stdin.isatty():
         Chat(llm, options).converse(prompt)
-    else:
+    elif prompt is not None:
         say(Chat(llm, options).answer(prompt))
 
 
@@ -123,7 +124,7 @@ class Chat:
         while lines[-1].endswith("\\"):
             lines[-1] = lines[-1][:-1]
             lines.append(input("… "))
-        return "\n".join(lines).strip()
+        return "\n".join(lines).rstrip()
 
     def _turn(self, act: Any) -> None:
         """A mistake or a Ctrl-C ends the turn, never the conversation."""
@@ -138,7 +139,7 @@ class Chat:
         match = COMMAND.fullmatch(line)
         if match is None:
             self.tries = 0
-            return self._say(self.answer(line, in_conversation=True))
+            return self._say(self.answer(line.strip(), in_conversation=True))
         command, text = match[1], match[2] or ""
         if command == "/help":
             self._print(HELP + "\n")
@@ -149,7 +150,9 @@ class Chat:
         elif command == "/regenerate":
             self._regenerate()
         else:
-            raise ValueError(f"there is no command {command}; /help shows them")
+            raise ValueError(
+                f"there is no command {command}; /help shows them, a space before it sends it as a message"
+            )
 
     def _system(self, text: str) -> None:
         if text:
@@ -235,14 +238,14 @@ class Chat:
 
 
 @contextmanager
-def _ctrl_c(caught: bool):
+def _ctrl_c(caught: bool) -> Iterator[SimpleNamespace]:
     """Within it the first Ctrl-C only sets `.now`, so that no engine step is cut in two; the second one interrupts."""
     pressed = SimpleNamespace(now=False)
     if not caught or threading.current_thread() is not threading.main_thread():
         yield pressed
         return
 
-    def note(number, frame):
+    def note(number: int, frame: Any) -> None:
         pressed.now = True
         signal.signal(number, signal.default_int_handler)
 

@@ -175,7 +175,7 @@ class Run:
                 self._log(self.window.row())
         if self.saved_step is None:
             trainer.say("stopped before the first step; nothing was saved, so the same command starts it again")
-        elif trainer.best is not None and trainer.best.exhausted:
+        elif step < total and trainer.finished:
             trainer.say(
                 f"stopped early at step {step} of {total}: {trainer.best.waited} evaluations in a row were not better "
                 f"than {trainer.best.metric} {trainer.best.value} of step {trainer.best.step}"
@@ -239,7 +239,8 @@ class Run:
                 trainer.say(f"{found}: the final model is {source.name}")
             else:
                 logger.warning("%s, the best, could not be written: the final model is the last one", kept)
-        if source.is_dir() and not checkpoint.has_model(self.folder):
+        # a last evaluation that a stop had cut short may have made another model the best
+        if source.is_dir() and (best is not None or not checkpoint.has_model(self.folder)):
             checkpoint.publish_model(source, self.folder)
 
     @property

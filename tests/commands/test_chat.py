@@ -203,10 +203,12 @@ def typed(llm, monkeypatch, capsys):
 
 
 def test_the_commands_of_a_conversation(typed):
-    out, chat = typed(["/help", "/system", "/system count", "/system", "/nothing", "/regenerate", "/usr/bin is what?"])
+    out, chat = typed(
+        ["/help", "/system", "/system count", "/system", "/nothing", "/regenerate", "/usr/bin is what?", " /x"]
+    )
     assert "/regenerate    answer" in out and "system prompt: none\n" in out and "system prompt: count\n" in out
     assert "there is no command /nothing" in out and "no answer yet" in out and out.count("error: ") == 2
-    assert [message["content"] for message in chat.conversation.messages[:1]] == ["/usr/bin is what?"]
+    assert [message["content"] for message in chat.conversation.messages[::2]] == ["/usr/bin is what?", "/x"]
     assert chat.conversation.tokenizer.decode(chat.conversation.prompt_ids("1"), False).startswith("<|im_start|>system")
     _, chat = typed(['/system ""', "1+2", "/reset", "3+4"], system_prompt="count")
     assert chat.conversation.system_prompt is None and chat.conversation.messages[0]["content"] == "3+4"

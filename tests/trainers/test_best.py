@@ -105,7 +105,7 @@ def test_without_a_comparison_the_final_model_is_the_last(scripted):
     assert [path.name for path in list_checkpoints(trainer.run_folder)] == ["checkpoint-2"]
 
 
-def test_an_early_stop_is_an_end(scripted, capsys, caplog):
+def test_an_early_stop_is_an_end(scripted, capsys, caplog, monkeypatch):
     losses = [3.0, 1.0, 2.0, 2.0, 2.0, 2.0]
     trainer = scripted(losses, early_stopping_patience=2)
     trainer.train()
@@ -116,7 +116,9 @@ def test_an_early_stop_is_an_end(scripted, capsys, caplog):
     run = trainer.run_folder
     assert newest_model(run) == run and [path.name for path in list_checkpoints(run)] == ["checkpoint-4"]
     same = scripted(losses, early_stopping_patience=2, output_dir=str(run))
-    same.train(resume_from_checkpoint="latest")
+    with monkeypatch.context() as patch:  # nothing of what is there is touched
+        patch.setattr("cukit.runs.checkpoint.withdraw_model", None)
+        same.train(resume_from_checkpoint="latest")
     assert same.global_step == 4 and "was stopped early; raise early_stopping_patience" in caplog.text
     assert newest_model(run) == run
     more = scripted(losses, early_stopping_patience=4, output_dir=str(run))
@@ -144,6 +146,30 @@ def test_the_best_and_the_history_survive_a_resume(scripted):
     ]
     assert states[0]["best"] == states[1]["best"] == {"metric": "eval/loss", "value": 0.1 + 0.2, "step": 4, "waited": 2}
     assert states[0]["evaluations"] == states[1]["evaluations"]
+
+
+def test_a_last_evaluation_that_was_cut_short_may_still_find_the_best(scripted, capsys):
+    losses, options = [1.0, 2.0, 0.5], dict(load_best_model_at_end=True, early_stopping_patience=2)
+    cut = scripted(losses, **options)
+    evaluate = cut.run_evaluation
+
+    def stopped():
+        if cut.global_step == 3:
+            cut.stop()
+            cut.raise_if_stopped()
+        return evaluate()
+
+    cut.run_evaluation = stopped
+    cut.train()
+    run = cut.run_folder
+    assert (run / "model.safetensors").read_bytes() == (run / "checkpoint-1/model.safetensors").read_bytes()
+    again = scripted(losses, **options, output_dir=str(run))
+    again.train(resume_from_checkpoint="latest")
+    assert again.best.step == 3
+    assert (run / "model.safetensors").read_bytes() == (run / "checkpoint-3/model.safetensors").read_bytes()
+    last = scripted([1.0, 2.0, 3.0], early_stopping_patience=2)
+    last.train()
+    assert last.finished and "stopped early" not in capsys.readouterr().out  # the patience ends with the run
 
 
 def test_a_best_checkpoint_that_is_gone_is_not_promised(scripted, caplog):
