@@ -131,12 +131,14 @@ def rotate_checkpoints(
 
     The checkpoint of best_step stays, and is counted; the newest one stays beside it also under a limit of 1.
     """
-    found = list_checkpoints(run) if save_total_limit is not None else []
+    if save_total_limit is None:
+        return []
+    found = list_checkpoints(run)
     best = checkpoint_folder(run, best_step) if best_step is not None else None
     if best in found[:-1]:
         found.remove(best)
         save_total_limit = max(save_total_limit - 1, 1)
-    surplus = found[:-save_total_limit] if found else []
+    surplus = found[:-save_total_limit]
     for path in surplus:
         remove_checkpoint(path)
     return surplus
