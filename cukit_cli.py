@@ -11,10 +11,11 @@ from collections.abc import Callable
 
 from cukit.bench import GenerateBench, GRPOBench, KernelsBench, TrainBench
 from cukit.commands.bench import bench_generate, bench_grpo, bench_kernels, bench_train
+from cukit.commands.chat import TINY_MODEL, ChatOptions, chat
 from cukit.commands.command import Command
 from cukit.commands.doctor import doctor
 from cukit.commands.evaluate import TEST_ROWS, EvalOptions, evaluate
-from cukit.commands.generate import TINY_MODEL, GenerateOptions, generate
+from cukit.commands.generate import GenerateOptions, generate
 from cukit.commands.kernels import KernelsOptions, kernels_build
 from cukit.commands.parser import parse, resolve
 from cukit.commands.train import TrainFiles, grpo, sft
@@ -46,14 +47,24 @@ COMMANDS = {
         recipe="data/recipes/tiny-sft.yaml",
         bundled={"data": "data/arithmetic/sft.jsonl"},
     ),
+    "chat": Command(
+        chat,
+        "talk with a model",
+        (ChatOptions,),
+        examples=(
+            "cukit chat --model runs/grpo-001            # with the newest model of a run; /help in it shows more",
+            'cukit chat --model FOLDER --system_prompt "Answer in one word." --temperature 0.7',
+        ),
+        bundled={"model": TINY_MODEL},
+    ),
     "generate": Command(
         generate,
-        "talk with a model, or answer a prompt",
+        "answer a prompt",
         (GenerateOptions,),
         examples=(
             'cukit generate --model FOLDER --prompt "What is the capital of France?"',
             "echo 2+9+9-6 | cukit generate --temperature 0",
-            "cukit generate --model runs/grpo-001        # a conversation with the newest model of a run",
+            'cukit generate --model FOLDER --raw --prompt "Once upon a time" --n 4',
         ),
         bundled={"model": TINY_MODEL},
     ),
@@ -63,7 +74,7 @@ COMMANDS = {
         (EvalOptions,),
         examples=(
             "cukit eval --model FOLDER --data test.jsonl --reward_funcs boxed",
-            "cukit eval --model runs/grpo-001 --n 4 --temperature 1 --limit 100",
+            "cukit eval --model FOLDER --tasks gsm8k,math500 --n 8 --temperature 0.6 --output answers.jsonl",
         ),
         bundled={"model": TINY_MODEL, "data": TEST_ROWS, "reward_funcs": ["gsm8k"]},
     ),

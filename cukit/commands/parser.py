@@ -123,6 +123,8 @@ def _fill_in(command: Command, values: dict[str, Any]) -> None:
     for name, value in command.bundled.items():
         if values.get(name) is not None or (name == "eval_data" and own_data):
             continue
+        if values.get("tasks") and name in ("data", "reward_funcs"):  # a task knows its own
+            continue
         if name == "reward_funcs" and own_data:
             raise ValueError(
                 f"reward_funcs is not given, and a reward is never guessed for your own data ({values['data']}): "

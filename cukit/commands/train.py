@@ -58,14 +58,15 @@ def _train(values: dict[str, Any], args: TrainerConfig, trainer_class: Any, **mo
         **more,
     )
     trainer.train()
-    accuracies = [metrics["eval/accuracy"] for _, metrics in trainer.evaluations if "eval/accuracy" in metrics]
-    if len(accuracies) > 1:
-        print(f"held-out accuracy: {accuracies[0]:.3f} before, {accuracies[-1]:.3f} after")
+    found = [(step, metrics["eval/accuracy"]) for step, metrics in trainer.evaluations if "eval/accuracy" in metrics]
+    if len(found) > 1:
+        final = trainer.best.step if args.load_best_model_at_end else None  # None: the last one
+        print(f"held-out accuracy: {found[0][1]:.3f} before, {dict(found).get(final, found[-1][1]):.3f} after")
     if Path(trainer.run_folder).is_dir():  # a run that was stopped before its first step leaves none
         print(f"run folder: {trainer.run_folder}")
     if newest_model(trainer.run_folder):
-        print(f"talk to it: {program()} generate --model {shlex.quote(str(trainer.run_folder))}")
-    return 0 if trainer.global_step >= trainer.total_steps else 130
+        print(f"talk to it: {program()} chat --model {shlex.quote(str(trainer.run_folder))}")
+    return 0 if trainer.finished else 130
 
 
 def program() -> str:

@@ -85,7 +85,6 @@ NOT_YET = {
     **dict.fromkeys(("vllm_structured_outputs_regex", "vllm_guided_decoding_regex"), "guided decoding"),
     **dict.fromkeys(("report_to", "trackio_space_id", "project"), _REPORTERS),
     **dict.fromkeys(("num_completions_to_print", "log_unique_prompts", "include_num_input_tokens_seen"), _REPORTERS),
-    **dict.fromkeys(("load_best_model_at_end", "metric_for_best_model", "greater_is_better"), "the best checkpoint"),
     **dict.fromkeys(("label_smoothing_factor", "router_aux_loss_coef", "dft"), _LOSSES),
     **dict.fromkeys(("neftune_noise_alpha", "assistant_only_loss", "activation_offloading"), "this way of training"),
     **dict.fromkeys(("lr_scheduler_kwargs", "eval_delay", "torch_empty_cache_steps"), _SCHEDULES),

@@ -5,7 +5,7 @@ Values stay as they were given (None stays None). A value that follows from seve
 
 import logging
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 from ..models.config import DTYPES
 from ..options import (
@@ -13,10 +13,12 @@ from ..options import (
     Options,
     check_choices,
     check_range,
+    nested,
     option,
     require,
     say_once,
 )
+from .evaluation_config import BestModelOptions
 
 logger = logging.getLogger(__name__)
 EXCLUSIVE: tuple[tuple[str, ...], ...] = (
@@ -38,6 +40,7 @@ class TrainerConfig(Options):
 
     group = "training"
     exclusive = EXCLUSIVE
+    default_metric: ClassVar[str] = "eval/loss"  # of metric_for_best_model
 
     output_dir: str | None = option(None, "run folder; default: a fresh one below runs/", group="files")
     resume_from_checkpoint: str | None = option(
@@ -75,10 +78,13 @@ class TrainerConfig(Options):
         False, "print a sample completion at every logging step", group="log and checkpoints"
     )
     save_steps: int = option(500, "steps between checkpoints; 0: only at the end", group="log and checkpoints")
-    save_total_limit: int | None = option(None, "keep only the newest checkpoints", group="log and checkpoints")
+    save_total_limit: int | None = option(
+        None, "keep only the newest checkpoints (and the best)", group="log and checkpoints"
+    )
     eval_strategy: str = option("no", "when to evaluate during training", ("no", "steps", "epoch"), "evaluation")
     eval_steps: int | None = option(None, "steps between evaluations (eval_strategy=steps)", group="evaluation")
     eval_on_start: bool = option(False, "evaluate before the first and after the last step", group="evaluation")
+    best: BestModelOptions = nested(BestModelOptions)
 
     @classmethod
     def respelled(cls, values: dict[str, Any]) -> dict[str, Any]:
@@ -120,6 +126,11 @@ class TrainerConfig(Options):
         require(
             self.evaluates != "steps" or self.eval_steps is not None,
             "eval_strategy=steps needs eval_steps (steps between evaluations)",
+        )
+        require(
+            self.evaluates != "no" or not self.best.tracks,
+            f"{'load_best_model_at_end' if self.load_best_model_at_end else 'early_stopping_patience'} compares "
+            "evaluations of the run: give eval_steps or eval_strategy",
         )
         for ruling, void in EXCLUSIVE[:3]:
             if void in self.ruled_out() and {ruling, void} <= self.given and getattr(self, void):

@@ -71,12 +71,18 @@ class GRPOTrainer(Trainer):
         callbacks: Iterable[TrainerCallback] = (),
         device: str = "auto",
         dtype: str = "auto",
+        eval_reward_funcs: Reward | Sequence[Reward] | None = None,
     ):
         args = args or GRPOConfig()
         reward_funcs = reward_funcs if reward_funcs is not None else args.reward_funcs
         if train_dataset is None:
             raise ValueError("GRPOTrainer needs train_dataset: a list of rows with a prompt, or a JSONL file")
-        self.scorer = RewardScorer(reward_funcs, args.reward_weights, args.reward_limits, partial(trainer_state, self))
+        state = partial(trainer_state, self)
+        self.scorer = RewardScorer(reward_funcs, args.reward_weights, args.reward_limits, state)
+        eval_reward_funcs = eval_reward_funcs if eval_reward_funcs is not None else args.eval_reward_funcs
+        self.eval_scorer = self.scorer
+        if eval_reward_funcs is not None:
+            self.eval_scorer = RewardScorer(eval_reward_funcs, None, args.reward_limits, state)
         self.loss_function = load_loss(args.loss) if args.loss else built_in_loss
         self.entropy_bonus, self._entropy_weight = EntropyBonus(args.loss_options), 0.0
         super().__init__(model, args, train_dataset, eval_dataset, processing_class, callbacks, device, dtype)

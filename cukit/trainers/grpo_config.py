@@ -1,11 +1,12 @@
 """Options of GRPO; names, defaults and meaning are TRL's."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 from ..engine.config import EngineConfig, SamplingOptions, SamplingParams
 from ..options import check_range, flat_values, nearest, nested, option, require
 from ..rewards.config import RewardLimits
 from .config import EXCLUSIVE, TrainerConfig
+from .evaluation_config import pass_at_k_values
 from .loss_config import LOSS_TYPES as LOSS_TYPES
 from .loss_config import AdvantageOptions, LossOptions
 
@@ -22,6 +23,7 @@ class GRPOConfig(TrainerConfig):
 
     group = "loss"
     exclusive = (*EXCLUSIVE, ("generation_batch_size", "steps_per_generation"))
+    default_metric: ClassVar[str] = "eval/reward"
 
     learning_rate: float = option(1e-6, "peak learning rate of AdamW", group="training")
     eval_on_start: bool = option(True, "evaluate before the first and after the last step", group="evaluation")
@@ -46,6 +48,12 @@ class GRPOConfig(TrainerConfig):
     )
     num_generations_eval: int | None = option(
         None, "sampled completions per prompt in evaluations; default: 1, greedy", group="evaluation"
+    )
+    pass_at_k: list[int] | None = option(
+        None, "the k of eval/pass@k; default: powers of two up to num_generations_eval", group="evaluation"
+    )
+    eval_reward_funcs: list[str] | None = option(
+        None, "rewards of evaluations; default: those of the training", group="evaluation"
     )
     generation_batch_size: int | None = option(
         None, "completions drawn at once; or give steps_per_generation", group="generation"
@@ -118,6 +126,7 @@ class GRPOConfig(TrainerConfig):
             weights is None or rewards is None or len(weights) == len(rewards),
             f"reward_weights has {len(weights or [])} values for {len(rewards or [])} reward_funcs; give one each",
         )
+        pass_at_k_values(self.pass_at_k, self.num_generations_eval or 1, "num_generations_eval")
         self._check_generation_size()
 
     def _check_generation_size(self) -> None:

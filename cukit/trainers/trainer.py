@@ -31,6 +31,7 @@ from ..runs.metrics import MetricsLogger, Timer
 from ..runs.progress import Progress
 from ..runs.signals import StopSignal
 from ..tokenizer import Tokenizer
+from .best import BestModel
 from .callbacks import TrainerCallback, call_callbacks
 from .config import TrainerConfig
 from .loop import Run
@@ -93,12 +94,18 @@ class Trainer(ABC):
         self.global_step, self.num_tokens = 0, 0
         self.evaluations: list[tuple[int, dict]] = []
         self.evaluation_due = False
+        self.best = BestModel(args) if args.best.tracks else None
         self.timer, self._stop = Timer(), StopSignal()
 
     @property
     def model(self) -> Decoder:
         """The policy."""
         return self.models[POLICY].model
+
+    @property
+    def finished(self) -> bool:
+        """Whether no step is left: the last one is done, or early_stopping_patience is at its end."""
+        return self.global_step >= self.total_steps or (self.best is not None and self.best.exhausted)
 
     @property
     def optimizer(self) -> AdamW | None:

@@ -11,7 +11,7 @@ import yaml
 from safetensors.numpy import load_file, save_file
 
 import cukit_cli
-from cukit.commands.generate import generation_defaults
+from cukit.commands.chat import generation_defaults
 from cukit.commands.parser import make
 from cukit.runs.metrics import read_jsonl
 from cukit.trainers.config import SFTConfig

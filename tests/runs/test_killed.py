@@ -65,6 +65,18 @@ trainer = GRPOTrainer(model, [ones], args, rows, rows[:3], Tokenizer.from_folder
 trainer.train(resume_from_checkpoint="latest" if latest_checkpoint(sys.argv[1]) else None)
 """
 
+# An evaluation that says when it scores; its reward grows to step 14 and then falls.
+EVALUATED = """
+def growing(completions, **_):
+    print("evaluating", flush=True)
+    return [min(trainer.global_step, 28 - trainer.global_step) / 30] * len(completions)
+
+class Evaluated:
+    def on_evaluate(self, trainer, metrics):
+        print("evaluated", trainer.global_step, flush=True)
+
+"""
+
 
 def start(code_or_arguments, *arguments, **more):
     words = ["-c", code_or_arguments] if isinstance(code_or_arguments, str) else code_or_arguments
@@ -145,6 +157,44 @@ def straight_run(tmp_path_factory):
     run = tmp_path_factory.mktemp("runs") / "straight"
     assert start(WORKER, run, json.dumps(DYNAMIC)).wait(60) == 0
     return run
+
+
+@pytest.mark.slow
+def test_a_run_killed_in_its_evaluations_keeps_the_best_model(tmp_path):
+    """kill -9 once in an evaluation, once between its end and the checkpoint of a new best, once in a step."""
+    worker = WORKER.replace(
+        "eval_steps=4,",
+        "eval_steps=2, num_generations_eval=2, load_best_model_at_end=True,",
+    ).replace("folder = Path", EVALUATED + "folder = Path")
+    worker = worker.replace("callbacks=[Say()])", "callbacks=[Say(), Evaluated()], eval_reward_funcs=[growing])")
+    assert worker.count("growing") == 2
+    straight, cut = tmp_path / "straight", tmp_path / "cut"
+    first = start(worker, straight)
+    for said in (["evaluating"] * 5, ["done 9", "evaluating"], ["evaluated 14"]):
+        process = start(worker, cut)
+        for line in process.stdout:
+            if said and line.startswith(said[0]):
+                said = said[1:]
+            if not said:
+                break
+        process.kill()
+        _, errors = process.communicate()
+        assert process.returncode == -signal.SIGKILL and latest_checkpoint(cut) is not None and not said, errors
+    _, errors = start(worker, cut).communicate(timeout=60)
+    assert newest_model(cut) == cut, errors
+    assert first.wait(60) == 0
+    assert rows_of(cut) == rows_of(straight)
+    states = [json.loads((run / "checkpoint-20/trainer_state.json").read_text()) for run in (cut, straight)]
+    for state in states:
+        for _, metrics in state["evaluations"]:
+            del metrics["eval/runtime"]
+        state.pop("window")
+    assert states[0] == states[1] and states[0]["best"]["step"] == 14 and len(states[0]["evaluations"]) == 11
+    kept = [path.name for path in list_checkpoints(cut)]
+    assert kept == [path.name for path in list_checkpoints(straight)] == ["checkpoint-14", "checkpoint-20"]
+    for name in ["model.safetensors", *(f"evaluations/step-{step}.jsonl" for step in range(0, 21, 2))]:
+        assert (cut / name).read_bytes() == (straight / name).read_bytes(), name
+    assert (cut / "model.safetensors").read_bytes() == (cut / "checkpoint-14/model.safetensors").read_bytes()
 
 
 @pytest.mark.slow
