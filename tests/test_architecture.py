@@ -33,7 +33,7 @@ LAYERS = {
     "datasets": {"tokenizer"},
     "rewards": set(),
     "parallel": {"backend"},
-    "runs": {"models", "backend"},
+    "runs": {"models", "backend", "cukit"},
     "engine": BELOW_ENGINE | {"tokenizer"},
     "trainers": BELOW_ENGINE | BESIDE | {"engine"},
     "bench": BELOW_ENGINE | BESIDE | {"cukit", "engine", "trainers"},
