@@ -27,7 +27,7 @@ class Chart:
 
 
 CHARTS = (
-    Chart("Held-out accuracy", "share of held-out completions with a first reward of at least 1", ("eval/accuracy",)),
+    Chart("Held-out accuracy", "share of held-out completions that are right", ("eval/accuracy",)),
     Chart("Reward", "mean over the batch", ("reward",)),
     Chart("Loss", "of the training batch", ("loss",)),
     Chart("Held-out loss", "", ("eval/loss",)),
@@ -36,14 +36,12 @@ CHARTS = (
     Chart("Entropy", "of the next-token distribution, nats", ("entropy",)),
     Chart("Completion length", "mean, tokens", ("completions/mean_length",)),
     Chart("Cut-off completions", "share that did not end by itself", ("completions/clipped_ratio",)),
-    Chart(
-        "Clip ratio", "share of tokens whose gradient the clip removes", ("clip_ratio/region_mean", "cispo_clip_ratio")
-    ),
+    Chart("Clip ratio", "share of tokens without gradient by the clip", ("clip_ratio/region_mean", "cispo_clip_ratio")),
     Chart("Gradient norm", "before clipping", ("grad_norm",)),
     Chart("Learning rate", "", ("learning_rate",)),
     Chart(
         "Sampling and training",
-        "mean difference of a token's log-prob between decoding and training",
+        "mean difference of a token's log-probs",
         ("sampling/sampling_logp_difference/mean",),
     ),
     Chart("Speed", "tokens a second", ("tokens_per_second",)),
@@ -70,7 +68,7 @@ def series(run: RunFolder) -> dict:
     places: dict[bytes, int] = {}
     metrics = []
     for name, (steps, values) in {**run.metrics, **_elapsed(run)}.items():
-        chosen_steps, chosen = thinned(np.asarray(steps), np.asarray(values), MAX_POINTS)
+        chosen_steps, chosen = thinned(steps, values, MAX_POINTS)
         key = chosen_steps.tobytes()
         if key not in places:
             places[key] = len(axes)
@@ -108,7 +106,7 @@ def _elapsed(run: RunFolder) -> dict:
     """Seconds of training up to each logged step: a row's step_time is the mean of the steps since the row before."""
     if "step_time" not in run.metrics or ELAPSED in run.metrics:
         return {}
-    steps, times = (np.asarray(column) for column in run.metrics["step_time"])
+    steps, times = run.metrics["step_time"]
     return {ELAPSED: (steps, np.cumsum(np.nan_to_num(times) * np.diff(steps, prepend=0)))}
 
 
@@ -117,11 +115,11 @@ def phases(run: RunFolder) -> dict | None:
     named = {name: pair for name, pair in run.metrics.items() if name.startswith("time/")}
     if "step_time" not in run.metrics or not named:
         return None
-    steps, whole = (np.asarray(column) for column in run.metrics["step_time"])
+    steps, whole = run.metrics["step_time"]
     columns = {}
     for name, (at, values) in named.items():
-        known = dict(zip(at, values))
-        columns[name.removeprefix("time/")] = np.nan_to_num([known.get(step, 0.0) for step in steps])
+        known = dict(zip(at.tolist(), values.tolist()))
+        columns[name.removeprefix("time/")] = np.nan_to_num([known.get(step, 0.0) for step in steps.tolist()])
     columns["other"] = np.maximum(np.nan_to_num(whole) - sum(columns.values()), 0)
     size = math.ceil(len(steps) / MAX_PHASE_POINTS)
     starts = np.arange(0, len(steps), size)
@@ -140,9 +138,7 @@ def static_charts(runs: list[RunFolder], charts: list[dict]) -> str:
 
 def _static_chart(runs: list[RunFolder], chart: dict) -> str:
     found = {place: run.metrics[chart["metric"]] for place, run in enumerate(runs) if chart["metric"] in run.metrics}
-    curves = {
-        place: thinned(np.asarray(steps), np.asarray(values), STATIC_POINTS) for place, (steps, values) in found.items()
-    }
+    curves = {place: thinned(steps, values, STATIC_POINTS) for place, (steps, values) in found.items()}
     lasts, lows, highs = zip(*((x[-1], np.nanmin(y), np.nanmax(y)) for x, y in curves.values()))
     last, low, high = max(max(lasts), 1), min(lows), max(highs)
     room = high - low or abs(high) or 1
@@ -176,14 +172,14 @@ def _pieces(points: np.ndarray) -> list[np.ndarray]:
     return [points[a + 1 : b] for a, b in pairwise(borders) if b - a > 1]
 
 
-def short(value: float | None) -> str:
+def short(value: float | None, digits: int = 4) -> str:
     """A number in few characters: 0.979, 2.6e-07, 12,345, 1.23 M."""
     if value is None or not math.isfinite(value):
         return "–"
     size = abs(value)
     if size >= 1e15 or 0 < size < 1e-3:
-        return f"{value:.2e}"
+        return f"{value:.3g}"
     for limit, letter in ((1e9, "G"), (1e6, "M")):
         if size >= limit:
             return f"{value / limit:.3g}\N{NO-BREAK SPACE}{letter}"
-    return f"{value:,.0f}" if size >= 1e4 else f"{value:.4g}"
+    return f"{value:,.0f}" if size >= 1e4 else f"{value:.{digits}g}"

@@ -65,22 +65,20 @@ def figures(run: RunFolder) -> list[tuple[str, str, str]]:
     for name, label in (("eval/accuracy", "held-out accuracy"), ("eval/loss", "held-out loss")):
         if name in run.metrics:
             steps, values = run.metrics[name]
-            first = f"{short(values[0])} at step {short(steps[0])}" if len(values) > 1 else ""
-            found.append((label, short(values[-1]), first))
+            first = f"{short(values[0], 3)} at step {short(steps[0])}" if len(values) > 1 else ""
+            found.append((label, short(values[-1], 3), first))
     main = next((name for name in ("reward", "loss") if name in run.metrics), None)
     if main:
-        values = np.asarray(run.metrics[main][1])
+        values = run.metrics[main][1]
         part = max(len(values) // 10, 1)
-        found.append((main, short(_mean(values[-part:])), f"{short(_mean(values[:part]))} in the first tenth"))
+        found.append((main, short(_mean(values[-part:]), 3), f"{short(_mean(values[:part]), 3)} in the first tenth"))
     total = next((start["total_steps"] for start in reversed(run.starts) if "total_steps" in start), None)
     found.append(("steps", short(run.last_step), f"of {show(total)}, {status(run)}" if total else status(run)))
-    step_time = (
-        f"{short(_mean(np.asarray(run.metrics['step_time'][1])))} s a step" if "step_time" in run.metrics else ""
-    )
+    step_time = f"{short(_mean(run.metrics['step_time'][1]), 3)} s a step" if "step_time" in run.metrics else ""
     found.append(("duration", duration(run), step_time))
     if "num_tokens" in run.metrics:
         speed = run.metrics.get("tokens_per_second")
-        below = f"{short(_mean(np.asarray(speed[1])))} a second in training" if speed else ""
+        below = f"{short(_mean(speed[1]))} a second in training" if speed else ""
         found.append(("tokens drawn or read", short(run.metrics["num_tokens"][1][-1]), below))
     if difference := run.metrics.get("sampling/sampling_logp_difference/max"):
         below = "between sampling and training, over the run"
@@ -116,7 +114,7 @@ def summary(runs: list[RunFolder], names: list[str]) -> str:
 def machine_table(runs: list[RunFolder], names: list[str]) -> str:
     """Command line, device, versions, times."""
     columns = [_machine(run) for run in runs]
-    return _compared(columns, names)
+    return _compared(columns, names, marks=False)
 
 
 def _machine(run: RunFolder) -> dict[str, str]:
@@ -147,12 +145,13 @@ def options_table(runs: list[RunFolder], names: list[str]) -> str:
     return _compared(columns, names) if any(columns) else '<p class="none">There is no config.yaml.</p>'
 
 
-def _compared(columns: list[dict[str, str]], names: list[str]) -> str:
+def _compared(columns: list[dict[str, str]], names: list[str], marks: bool = True) -> str:
+    """A row for each label; with `marks`, rows that differ are marked."""
     labels = dict.fromkeys(label for column in columns for label in column)
     rows = []
     for label in labels:
         values = [column.get(label, "–") for column in columns]
-        rows.append((label, values, len(set(values)) > 1))
+        rows.append((label, values, marks and len(set(values)) > 1))
     return _table(names, rows, heading=len(columns) > 1)
 
 
@@ -163,12 +162,18 @@ def _table(names: list[str], rows: list[tuple[str, list[str], bool]], heading: b
     )
     head = f"<thead><tr><th></th>{dots}</tr></thead>" if heading else ""
     body = "".join(
-        f"<tr{' class=differs' if marked else ''}><th scope=row>{escape(label)}</th>"
-        + "".join(f"<td>{escape(cell)}</td>" for cell in cells)
+        f'<tr class="{"differs" if marked else "same"}"><th scope="row">{escape(label)}</th>'
+        + "".join(f"<td>{_cell(cell)}</td>" for cell in cells)
         + "</tr>"
         for label, cells, marked in rows
     )
     return f'<div class="scrolls"><table>{head}<tbody>{body}</tbody></table></div>'
+
+
+def _cell(text: str) -> str:
+    """A first line, and what stands below it."""
+    first, _, below = text.partition("\n")
+    return escape(first) + (f'<span class="below">{escape(below)}</span>' if below else "")
 
 
 def history(run: RunFolder, name: str) -> str:

@@ -6,6 +6,7 @@
   const SVG = "http://www.w3.org/2000/svg";
   const [WIDE_LEFT, RIGHT, TOP, BOTTOM, HEIGHT] = [50, 10, 12, 24, 200];
   const FEW = 30; // points of a curve that is drawn with dots and not smoothed
+  const NEVER_SMOOTHED = new Set(["learning_rate", "num_tokens", "epoch", "elapsed seconds"]);
 
   function element(tag, className, ...children) {
     const made = document.createElement(tag);
@@ -210,7 +211,7 @@
         const x = found && placed(run, found.x);
         if (x && x.length) {
           const few = x.length < FEW;
-          this.lines.push({ run, x, raw: found.y, y: few || !smoothing ? found.y : smooth(found.y), few });
+          this.lines.push({ run, x, raw: found.y, y: few || !smoothing || NEVER_SMOOTHED.has(this.metric) ? found.y : smooth(found.y), few });
         }
       }
       let [low, high, lowX, highX] = [Infinity, -Infinity, Infinity, -Infinity];
@@ -253,7 +254,7 @@
       for (const { run, x: xs, y, raw } of this.lines) {
         const i = x === null ? xs.length - 1 : nearest(xs, x);
         const kind = color(run.place);
-        const smoothed = y !== raw ? ` (${short(raw[i])})` : "";
+        const smoothed = y[i] !== raw[i] ? ` (${short(raw[i])})` : "";
         rows.push([kind, runs.length > 1 ? run.name : this.metric, short(y[i]) + smoothed]);
         if (y[i] !== null && x !== null) dots.push([kind, this.toX(xs[i]), this.toY(y[i])]);
         heading = `${axis[1]} ${axis[3](xs[i])}`;

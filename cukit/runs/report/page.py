@@ -25,7 +25,7 @@ from .curves import charts_of, phases, series, static_charts
 from .read import RunFolder, read_run
 
 REPORT = "report.html"
-COMPLETION_BYTES = 6_000_000  # of completions.jsonl in a page, over all runs
+COMPLETION_BYTES = 4_000_000  # of completions.jsonl in a page, over all runs
 MAX_RUNS = 64
 SLOT = re.compile(r"\{\{(\w+)\}\}")
 
@@ -86,7 +86,7 @@ def page(runs: list[RunFolder]) -> str:
         "style": style,
         "script": script,
         "summary": facts.summary(runs, names),
-        "notes": "".join(f"<p class=note>{escape(note)}</p>" for note in notes),
+        "notes": "".join(f'<p class="note">{escape(note)}</p>' for note in notes),
         "static_charts": static_charts(runs, charts),
         "machine": facts.machine_table(runs, names),
         "options": facts.options_table(runs, names),

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import yaml
 
 from ..metrics import COMPLETIONS, METRICS
@@ -33,7 +34,7 @@ class RunFolder:
     config: dict = field(default_factory=dict)
     earlier_options: list[tuple[int, dict]] = field(default_factory=list)  # (a step, the options up to it)
     starts: list[dict] = field(default_factory=list)
-    metrics: dict[str, tuple[array, array]] = field(default_factory=dict)
+    metrics: dict[str, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
     completions: list[dict] = field(default_factory=list)
     completion_steps: int = 0  # of the file; those shown may be fewer
     notes: list[str] = field(default_factory=list)
@@ -91,19 +92,15 @@ def _read_metrics(run: RunFolder) -> None:
                 found[name] = array("d"), array("d")
             steps, values = found[name]
             steps.append(step)
-            values.append(number(value))
-    for name, (steps, values) in found.items():
-        if any(map(math.isfinite, values)):
-            run.metrics[name] = _in_order(steps, values)
+            values.append(value if type(value) is float else number(value))
+    for name, columns in found.items():
+        steps, values = map(np.asarray, columns)
+        values[~np.isfinite(values)] = np.nan
+        if not np.isnan(values).all():
+            order = np.argsort(steps, kind="stable")
+            run.metrics[name] = steps[order], values[order]
     if not run.metrics:
         run.notes.append("no metrics were logged")
-
-
-def _in_order(steps: array, values: array) -> tuple[array, array]:
-    if all(a <= b for a, b in zip(steps, steps[1:])):
-        return steps, values
-    order = sorted(range(len(steps)), key=steps.__getitem__)
-    return array("d", (steps[i] for i in order)), array("d", (values[i] for i in order))
 
 
 def number(value) -> float:
@@ -219,14 +216,24 @@ def _completion(row: dict) -> dict:
             found[name] = value
     if isinstance(row.get("finish_reason"), str):
         found["reason"] = row["finish_reason"][:40]
-    tokens, logprobs = row.get("tokens"), row.get("logprobs")
-    if isinstance(tokens, list) and isinstance(logprobs, list) and len(tokens) == len(logprobs):
-        shown = [(text, number(value)) for text, value in zip(tokens, logprobs) if isinstance(text, str)][:MAX_TOKENS]
-        found["tokens"] = [text for text, _ in shown]
-        found["logprobs"] = [None if math.isnan(value) else round(value, 3) for _, value in shown]
-    if len(text) > MAX_TEXT or (isinstance(tokens, list) and len(tokens) > MAX_TOKENS):
+    tokens, logprobs = row.get("tokens"), _floats(row.get("logprobs"))
+    is_text = isinstance(tokens, list) and all(isinstance(token, str) for token in tokens)
+    if is_text and logprobs is not None and len(tokens) == len(logprobs):
+        found["tokens"], found["logprobs"] = tokens[:MAX_TOKENS], logprobs[:MAX_TOKENS]
+    if len(text) > MAX_TEXT or ("tokens" in found and len(tokens) > MAX_TOKENS):
         found["cut"] = True
     return found
+
+
+def _floats(values) -> list | None:
+    """A list of numbers, rounded, with None for what is not finite; None if it is no list of numbers."""
+    try:
+        found = np.array(values, np.float64).round(3) if isinstance(values, list) else None
+    except (ValueError, TypeError, OverflowError):
+        return None
+    if found is None or found.ndim != 1:
+        return None
+    return found.tolist() if np.isfinite(found).all() else [x if math.isfinite(x) else None for x in found.tolist()]
 
 
 def _messages(prompt) -> list[list[str]]:
