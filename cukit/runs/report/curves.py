@@ -146,7 +146,7 @@ def _static_chart(runs: list[RunFolder], chart: dict) -> str:
     for place, (x, y) in curves.items():
         points = np.stack([52 + x / last * 340, 150 - (y - low) / room * 136], axis=1)
         for piece in _pieces(points):
-            path = " ".join(f"{a:.1f},{b:.1f}" for a, b in piece)
+            path = " ".join(f"{a:.1f},{b:.1f}" for a, b in (piece if len(piece) > 1 else [*piece, *piece]))
             lines += f'<polyline class="line c{place % 8}" points="{path}"/>'
     labels = "".join(
         f'<text x="{x}" y="{y}" text-anchor="{anchor}">{escape(text)}</text>'

@@ -102,9 +102,7 @@ def summary(runs: list[RunFolder], names: list[str]) -> str:
         return f'<dl class="tiles">{tiles}</dl>'
     per_run = [{label: (value, below) for label, value, below in figures(run)} for run in runs]
     labels = list(dict.fromkeys(label for found in per_run for label in found))
-    rows = [
-        (label, ["\n".join(filter(None, found.get(label, ("–", "")))) for found in per_run], False) for label in labels
-    ]
+    rows = [(label, [found.get(label, ("–", "")) for found in per_run], False) for label in labels]
     return _table(names, rows, heading=True)
 
 
@@ -155,7 +153,7 @@ def _compared(columns: list[dict[str, str]], names: list[str], marks: bool = Tru
     return _table(names, rows, heading=len(columns) > 1)
 
 
-def _table(names: list[str], rows: list[tuple[str, list[str], bool]], heading: bool) -> str:
+def _table(names: list[str], rows: list[tuple[str, list, bool]], heading: bool) -> str:
     """rows: (label, a cell for each run, whether it is marked)."""
     dots = "".join(
         f'<th scope="col"><i class="dot c{place % 8}"></i>{escape(name)}</th>' for place, name in enumerate(names)
@@ -170,10 +168,11 @@ def _table(names: list[str], rows: list[tuple[str, list[str], bool]], heading: b
     return f'<div class="scrolls"><table>{head}<tbody>{body}</tbody></table></div>'
 
 
-def _cell(text: str) -> str:
-    """A first line, and what stands below it."""
-    first, _, below = text.partition("\n")
-    return escape(first) + (f'<span class="below">{escape(below)}</span>' if below else "")
+def _cell(value: str | tuple[str, str]) -> str:
+    """A text, or a text and what stands below it."""
+    if isinstance(value, str):
+        return escape(value)
+    return f'{escape(value[0])}<span class="below">{escape(value[1])}</span>'
 
 
 def history(run: RunFolder, name: str) -> str:

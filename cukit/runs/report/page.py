@@ -43,12 +43,13 @@ def write_report(folders: list[str], output: str | os.PathLike | None = None) ->
         raise ValueError("report needs a run folder: cukit report RUN [RUN …]")
     if len(paths) > MAX_RUNS:
         raise ValueError(f"report shows at most {MAX_RUNS} runs, got {len(paths)}")
+    runs = [read_run(path, COMPLETION_BYTES // len(paths)) for path in paths]
     target = Path(output) if output is not None else (paths[0] if len(paths) == 1 else Path()) / REPORT
     if target.is_dir():
         raise ValueError(f"output {target} is a folder; give a file, for example {target / REPORT}")
     if not target.parent.is_dir():
         raise ValueError(f"output {target}: the folder {target.parent} does not exist")
-    write_text(target, page([read_run(path, COMPLETION_BYTES // len(paths)) for path in paths]))
+    write_text(target, page(runs))
     return target
 
 
