@@ -6,8 +6,10 @@ import json
 import random
 import re
 import time
+import tomllib
 from html.parser import HTMLParser
 from importlib import resources
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -202,8 +204,11 @@ def test_the_script_sets_text_only_and_asks_for_nothing(page):
     assert not re.search(r"url\(|@import", style)
 
 
-def test_the_page_is_small():
+def test_the_page_is_small_and_its_parts_are_in_the_wheel():
     parts = resources.files("cukit.runs.report")
+    setup = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["tool"]["setuptools"]
+    files = {part.name for part in parts.iterdir() if part.is_file() and not part.name.endswith(".py")}
+    assert set(setup["package-data"]["cukit.runs.report"]) == files
     assert sum(len((parts / f"page.{kind}").read_bytes()) for kind in ("html", "css", "js")) < 60_000
 
 
@@ -320,9 +325,9 @@ def test_a_run_of_200_steps_takes_less_than_half_a_second(tmp_path):
     logger.close()
     times = []
     for _ in range(5):
-        start = time.perf_counter()
+        start = time.process_time()  # of this process: other work on the machine does not count
         write_report_at_end(tmp_path)
-        times.append(time.perf_counter() - start)
+        times.append(time.process_time() - start)
     assert min(times) < 0.5
 
 

@@ -79,7 +79,7 @@ def figures(run: RunFolder) -> list[tuple[str, str, str]]:
     if "num_tokens" in run.metrics:
         speed = run.metrics.get("tokens_per_second")
         below = f"{short(_mean(speed[1]))} a second in training" if speed else ""
-        found.append(("tokens drawn or read", short(run.metrics["num_tokens"][1][-1]), below))
+        found.append(("tokens", short(run.metrics["num_tokens"][1][-1]), below))
     if difference := run.metrics.get("sampling/sampling_logp_difference/max"):
         below = "between sampling and training, over the run"
         found.append(("largest log-prob difference", short(float(np.nanmax(difference[1]))), below))
