@@ -5,6 +5,7 @@ import hashlib
 import json
 import random
 import re
+import sys
 import time
 import tomllib
 from html.parser import HTMLParser
@@ -163,21 +164,40 @@ HOSTILE = [
 
 def hostile_texts():
     draw, pieces = random.Random(20261128), [*"<>&\"'/=-!`{}\\\n\r\u2028 sx", "script", "</", "<!--", "]]>", "{{data}}"]
-    return HOSTILE + ["".join(draw.choices(pieces, k=draw.randint(1, 40))) for _ in range(60)]
+    return HOSTILE + ["".join(draw.choices(pieces, k=draw.randint(1, 40))) for _ in range(20)]
 
 
+@pytest.fixture
+def make_worn_run(make_run, monkeypatch):
+    """make_worn_run(name, text): a run that was resumed with other options, has a damaged line, and says `text`."""
+
+    def make(name, text):
+        monkeypatch.setattr(sys, "argv", [text, text])
+        folder = make_run(name, text=text, metric=text, tokens=(text,) * 3)
+        write_run_config(folder, {"run_name": text, text: 1, "stop": text}, resume_step=3)
+        record = RunRecord(folder, goes_on=True)
+        record.begin(3, {"method": text, "model": text})
+        record.end(text, 5)
+        with open(folder / "metrics.jsonl", "a") as file:
+            file.write("damaged\n")
+        return folder
+
+    return make
+
+
+@pytest.mark.parametrize("runs", [1, 2])
 @pytest.mark.parametrize("text", hostile_texts(), ids=lambda text: ascii(text)[:30])
-def test_no_element_comes_out_of_hostile_text(make_run, tmp_path, text):
+def test_no_element_comes_out_of_hostile_text(make_worn_run, tmp_path, text, runs):
     """In every place where a model, data, a file or a command line can write: the page has the elements it should."""
     path = tmp_path / "page.html"
-    benign = page_of(make_run("benign", metric="fine", tokens=("fine",) * 3), output=path)
-    folder = make_run("hostile", text=text, metric=text, tokens=(text,) * 3)
-    page = page_of(folder, output=path)
+    benign = page_of(*(make_worn_run(f"benign{i}", "fine") for i in range(runs)), output=path)
+    page = page_of(*(make_worn_run(f"hostile{i}", text) for i in range(runs)), output=path)
     assert page.elements == benign.elements
+    block = path.read_text(encoding="utf-8").split('id="data">')[1].split("</script>")[0]
+    assert not set("<>&\u2028\u2029") & set(block)  # html.parser ends a script later than browsers do
     assert {name for name, _ in page.attributes} == {name for name, _ in benign.attributes}
     assert page.blocks["style"] == benign.blocks["style"] and page.blocks["script"] == benign.blocks["script"]
-    assert path.read_bytes().count(b"\xe2\x80\xa8") == page.text.count("\u2028")  # none inside a script
-    (run,) = page.data["runs"]
+    run = page.data["runs"][0]
     row = run["completions"][0]
     assert row["text"] == text and row["prompt"] == [[text[:40], text]] and row["tokens"] == [text] * 3
     assert [text, 1.0] in row["rewards"] and text in [name for name, _, _ in run["metrics"]]
