@@ -247,6 +247,7 @@ def test_damaged_files_give_a_page_that_says_so(make_run, tmp_path):
     page = page_of(folder, output=tmp_path / "page.html")
     assert "6 damaged lines of metrics.jsonl left out" in page.text
     assert "2 damaged lines of completions.jsonl left out" in page.text and "config.yaml cannot be read" in page.text
+    assert "run.json is damaged or empty" in page.text
     (run,) = page.data["runs"]
     assert run["completions"][-1] == {"step": 14, "eval": True, "prompt": [["", "5"]], "text": "", "rewards": []}
     assert page.data["charts"]
@@ -257,6 +258,17 @@ def test_a_folder_with_one_empty_file_gives_a_page(tmp_path, name):
     (tmp_path / name).touch()
     page = page_of(tmp_path, output=None)
     assert "no metrics were logged" in page.text and page.data["charts"] == []
+
+
+def test_a_configuration_that_grows_or_contains_itself(tmp_path):
+    """Nine lists of nine references each: nine billion words if they were written out."""
+    lines = ["a0: &a0 [lol, lol]"] + [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 10)]
+    for name in ("config.yaml", "config.step-3.yaml"):
+        (tmp_path / name).write_text("\n".join([*lines, "me: &me [*me]", f"long: {'x' * 10_000}", name[7:9] + ": 1"]))
+    page = page_of(tmp_path, output=None)
+    assert "lol, lol" in page.text and "..." in page.text and len(page.text) < 2_000_000
+    (tmp_path / "completions.jsonl").write_text('{"step": 1, "prompt": ' + "[" * 900 + "]" * 900 + "}\n")
+    assert page_of(tmp_path, output=None).data["runs"][0]["completions"][0]["step"] == 1
 
 
 def test_values_of_any_kind_are_numbers_or_left_out(tmp_path):

@@ -9,6 +9,7 @@ import math
 import shlex
 from datetime import UTC, datetime
 from html import escape
+from reprlib import Repr
 
 import numpy as np
 
@@ -17,14 +18,20 @@ from ..progress import format_seconds
 from .curves import short
 from .read import RunFolder, number
 
+BOUNDED = Repr()  # a YAML file of few bytes can mean gigabytes, or contain itself
+BOUNDED.maxlevel, BOUNDED.maxdict, BOUNDED.maxlist, BOUNDED.maxstring, BOUNDED.maxother = 4, 20, 20, 500, 500
+MAX_TEXT = 5_000
+
 
 def show(value) -> str:
-    """A value of a configuration as text."""
+    """A value of a configuration as text, of bounded length."""
     if value is None:
         return "–"
     if isinstance(value, bool):
         return str(value).lower()
-    return ", ".join(map(show, value)) if isinstance(value, list) else str(value)
+    if isinstance(value, list) and not any(isinstance(part, (list, dict)) for part in value):
+        return ", ".join(map(show, value[:100]))[:MAX_TEXT]
+    return (value if isinstance(value, str) else BOUNDED.repr(value))[:MAX_TEXT]
 
 
 def headline(run: RunFolder) -> str:
@@ -190,7 +197,7 @@ def history(run: RunFolder, name: str) -> str:
         changed = [
             f"{key} {show(before.get(key))} → {show(after.get(key))}"
             for key in dict.fromkeys([*before, *after])
-            if before.get(key) != after.get(key) and key != "output_dir"
+            if show(before.get(key)) != show(after.get(key)) and key != "output_dir"
         ]
         if changed:
             items.append(f"<li>{escape(f'options changed at step {step}: ' + '; '.join(changed))}</li>")

@@ -53,16 +53,16 @@ def read_run(folder: Path, completion_bytes: int) -> RunFolder:
         raise ValueError(f"{folder} is no run folder: it has none of {', '.join(names)}")
     run = RunFolder(folder)
     run.config = _options(folder / "config.yaml", run.notes)
-    earlier = sorted((int(match[1]), path) for path in folder.iterdir() if (match := _earlier(path)))
+    earlier = sorted(
+        (int(match[1]), path) for path in folder.iterdir() if (match := EARLIER_OPTIONS.fullmatch(path.name))
+    )
     run.earlier_options = [(step, _options(path, run.notes)) for step, path in earlier]
     run.starts = read_starts(folder / RECORD)
+    if not run.starts and (folder / RECORD).is_file():
+        run.notes.append(f"{RECORD} is damaged or empty")
     _read_metrics(run)
     _read_completions(run, completion_bytes)
     return run
-
-
-def _earlier(path: Path) -> re.Match | None:
-    return EARLIER_OPTIONS.fullmatch(path.name)
 
 
 def _options(path: Path, notes: list[str]) -> dict:
@@ -256,4 +256,7 @@ def _plain_text(value) -> str:
         parts = [part.get("content", part.get("text")) for part in value]
         if all(isinstance(part, str) for part in parts):
             return "\n".join(parts)
-    return "" if value is None else json.dumps(value, ensure_ascii=False)
+    try:
+        return "" if value is None else json.dumps(value, ensure_ascii=False)
+    except RecursionError:
+        return "(nested too deep to be shown)"
