@@ -8,85 +8,21 @@ import re
 import sys
 import time
 import tomllib
-from html.parser import HTMLParser
 from importlib import resources
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-import cukit_cli
 from cukit.runs.folder import write_run_config
 from cukit.runs.metrics import MetricsLogger
 from cukit.runs.record import RunRecord
-from cukit.runs.report import read, write_report, write_report_at_end
+from cukit.runs.report import read, write_report_at_end
 from cukit.runs.report.curves import MAX_POINTS, phases, short, thinned
 from cukit.runs.report.read import number, read_run
 
-STEPS = 12
-
-
-@pytest.fixture
-def make_run(tmp_path):
-    """make_run(name="run", text="fine", steps=…, metric=, column=): a run folder in which `text` stands everywhere."""
-
-    def make(name="run", text="fine", steps=STEPS, metric="other", tokens=("2", "+", "3"), scale=1.0):
-        folder = tmp_path / name
-        logger = MetricsLogger(folder)
-        for step in range(1, steps + 1):
-            times = {"time/generate": 0.5, "time/train": 0.25, "step_time": 1.0}
-            row = {"loss": -step, "reward": scale * step / steps, "kl": 0.1, "num_tokens": 100 * step, metric: step}
-            logger.log(step, row | times)
-            messages = [{"role": text, "content": text}]
-            entry = {"prompt": messages, "completion": text, f"rewards/{text}": step % 2, "advantage": 0.5}
-            entry |= {"finish_reason": text, "length": 3, "tokens": list(tokens), "logprobs": [-0.1, -1.5, -4.0]}
-            logger.log_completions(step, [entry, entry | {"completion": f"{text} again"}])
-        logger.log(steps, {"eval/accuracy": 0.75})
-        logger.close()
-        write_run_config(folder, {"run_name": text, text: text, "stop": [text], "learning_rate": 1e-4})
-        record = RunRecord(folder, goes_on=False)
-        record.begin(0, {"method": text, "model": text, "device": text, "versions": {text: text}, "total_steps": steps})
-        record.end(f"error: {text}", steps)
-        return folder
-
-    return make
-
-
-class Page(HTMLParser):
-    """The elements of a page, their attributes, and the texts outside of scripts and styles."""
-
-    def __init__(self, text: str):
-        super().__init__(convert_charrefs=True)
-        self.elements, self.attributes, self.inside, self.blocks, self.text = [], [], None, {}, ""
-        self.feed(text)
-        self.close()
-
-    def handle_starttag(self, tag, attrs):
-        self.elements.append(tag)
-        self.attributes += attrs
-        if tag in ("script", "style"):
-            self.inside = f"{tag} {dict(attrs).get('type', '')}".strip()
-
-    def handle_endtag(self, tag):
-        self.elements.append("/" + tag)
-        self.inside = None
-
-    def handle_comment(self, data):
-        self.elements.append("comment")
-
-    def handle_data(self, data):
-        if self.inside:
-            self.blocks[self.inside] = self.blocks.get(self.inside, "") + data
-        else:
-            self.text += data
-
-    @property
-    def data(self) -> dict:
-        return json.loads(self.blocks["script application/json"])
-
-
-def page_of(*folders, output) -> Page:
-    return Page(write_report([str(folder) for folder in folders], output).read_text(encoding="utf-8"))
+from .conftest import STEPS
+from .report_page import page_of
 
 
 @pytest.fixture
@@ -368,45 +304,3 @@ def test_a_run_of_200_steps_takes_less_than_half_a_second(tmp_path):
 )
 def test_numbers_in_few_characters(value, text):
     assert short(value) == text
-
-
-# ---- the command -----------------------------------------------------------------------------------------------------
-
-
-def test_report_takes_runs_as_words(make_run, tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    make_run("a", text="one"), make_run("b", text="two")
-    for words, written in (
-        (["a"], "a/report.html"),
-        (["a", "b"], "report.html"),
-        (["a", "--output", "x.html", "b"], "x.html"),
-        (["--output", "y.html", "--runs", "a", "b"], "y.html"),
-    ):
-        assert cukit_cli.main(["report", *words]) == 0
-        assert capsys.readouterr().out == f"report: {written}\n"
-        runs = len(Page((tmp_path / written).read_text()).data["runs"])
-        assert runs == len({"a", "b"} & set(words))
-
-
-@pytest.mark.parametrize(
-    "words, message",
-    [
-        ([], "report needs a run folder: cukit report RUN"),
-        (["nothing"], "run folder nothing does not exist"),
-        (["a/config.yaml"], "run folder a/config.yaml is a file"),
-        (["empty"], "empty is no run folder: it has none of config.yaml, metrics.jsonl"),
-        (["a", "--output", "empty"], "output empty is a folder; give a file, for example empty/report.html"),
-        (["a", "--output", "no/x.html"], "output no/x.html: the folder no does not exist"),
-    ],
-)
-def test_mistakes_are_one_line(make_run, tmp_path, monkeypatch, capsys, words, message):
-    monkeypatch.chdir(tmp_path)
-    make_run("a"), (tmp_path / "empty").mkdir()
-    assert cukit_cli.main(["report", *words]) == 2
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 1 and message in lines[0]
-
-
-def test_words_of_no_option_are_refused_elsewhere(capsys):
-    assert cukit_cli.main(["doctor", "word"]) == 2
-    assert "unexpected word 'word'" in capsys.readouterr().err
