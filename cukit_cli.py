@@ -18,6 +18,7 @@ from cukit.commands.evaluate import TEST_ROWS, EvalOptions, evaluate
 from cukit.commands.generate import GenerateOptions, generate
 from cukit.commands.kernels import KernelsOptions, kernels_build
 from cukit.commands.parser import parse, resolve
+from cukit.commands.report import ReportOptions, report
 from cukit.commands.train import TrainFiles, grpo, sft
 from cukit.runs.progress import show_log_lines
 from cukit.trainers.config import SFTConfig
@@ -77,6 +78,16 @@ COMMANDS = {
             "cukit eval --model FOLDER --tasks gsm8k,math500 --n 8 --temperature 0.6 --output answers.jsonl",
         ),
         bundled={"model": TINY_MODEL, "data": TEST_ROWS, "reward_funcs": ["gsm8k"]},
+    ),
+    "report": Command(
+        report,
+        "one HTML page about one run or several: curves, completions, options",
+        (ReportOptions,),
+        examples=(
+            "cukit report runs/grpo-001                  # writes runs/grpo-001/report.html, as the run did at its end",
+            "cukit report runs/grpo-001 runs/grpo-002 --output both.html",
+        ),
+        words="runs",
     ),
     "kernels build": Command(
         kernels_build,

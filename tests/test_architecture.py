@@ -34,7 +34,7 @@ LAYERS = {
     "user_code": set(),
     "rewards": {"options", "user_code"},
     "parallel": {"backend"},
-    "runs": {"models", "backend"},
+    "runs": {"models", "backend", "cukit"},
     "engine": BELOW_ENGINE | {"tokenizer"},
     "trainers": BELOW_ENGINE | BESIDE | {"engine"},
     "bench": BELOW_ENGINE | BESIDE | {"cukit", "engine", "trainers"},

@@ -31,7 +31,7 @@ def parse(commands: dict[str, Command], argv: list[str]) -> tuple[str, dict[str,
     name, words = _command_of(commands, argv)
     command, known = commands[name], command_options(commands[name])
     accepted = known | ({"config": CONFIG} if command.parts else {}) | {"help": HELP}
-    found, unknown = split_words([_canonical(word, known) for word in words], accepted)
+    found, unknown = split_words([_canonical(word, known) for word in words], accepted, command.words)
     if found.pop("help", None):
         _show(help.of_command(name, command, known))
     if unknown:

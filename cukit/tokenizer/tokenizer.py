@@ -50,6 +50,7 @@ class Tokenizer:
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
         self._special_ids = frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
         self.byte_ids = _byte_tokens(backend, vocabulary)
+        self._texts: dict[int, str] = {}  # of single ids
         self.special_tokens = {key: _content(config[key]) for key in NAMED_TOKENS if config.get(key) is not None}
         self._set_special_ids(generation, model_config)
         templates = self._find_templates(config)
@@ -123,6 +124,13 @@ class Tokenizer:
         """Text of `ids`; ids the tokenizer does not have give no text, halves of characters give U+FFFD."""
         known = [int(token) for token in ids if 0 <= token < self.vocab_size]
         return self._backend.decode(known, skip_special_tokens=skip_special_tokens)
+
+    def text_of(self, token_id: int) -> str:
+        """Text of one id alone, special tokens included; it is kept, so that the next call is quick."""
+        text = self._texts.get(token_id)
+        if text is None:
+            text = self._texts[token_id] = self.decode([token_id], skip_special_tokens=False)
+        return text
 
     def shows(self, token_id: int, skip_special_tokens: bool = True) -> bool:
         """Whether `decode` looks at an id: not at special tokens that it skips, nor at ids without a token."""

@@ -139,7 +139,7 @@ class Generation:
         """The first group into completions.jsonl, and its first completion on the screen if that is wanted."""
         trainer, step = self.trainer, self.trainer.global_step + 1
         if trainer.logger is not None:
-            shown = completion_rows(rows, samples, trainer.scorer.names, by_function, advantages)
+            shown = completion_rows(rows, samples, trainer.scorer.names, by_function, advantages, trainer.tokenizer)
             trainer.logger.log_completions(step, shown)
         if trainer.args.log_completions and step % trainer.args.logging_steps == 0:
             trainer.say(f"prompt {rows[0]['prompt']!r}\ncompletion {samples.texts[0]!r} reward {rewards[0]:g}")

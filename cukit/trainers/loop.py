@@ -12,6 +12,8 @@ from ..runs.evaluations import drop_later_evaluations
 from ..runs.folder import RunLock, leave_run_folder, open_run_folder, write_run_config
 from ..runs.metrics import MetricsLogger, MetricsWindow
 from ..runs.progress import Progress
+from ..runs.record import RunRecord, machine
+from ..runs.report import write_report_at_end
 from ..runs.signals import RunStopped
 from .state import POLICY, load_weights, make_optimizer, restore, state_arrays
 
@@ -36,6 +38,7 @@ class Run:
         self.saved_step = None  # the newest checkpoint that this folder is known to hold
         self.applied = self.skipped = 0  # updates of this run
         self._updating = self._unsaved = False
+        self.record = None  # run.json, once steps are to be run
         source = checkpoint.find_checkpoint(resume, args.output_dir) if resume else None
         # a run that is resumed goes on in its own folder unless another is named
         folder = args.output_dir or (str(source.parent) if source else None)
@@ -43,6 +46,7 @@ class Run:
         self._is_new = folder is None or not Path(folder).exists()
         self.folder = trainer.run_folder = open_run_folder(folder, trainer.label, resume=goes_on)
         self.lock = RunLock(self.folder)
+        self._goes_on = goes_on
         try:
             self._begin(source, goes_on)
         except BaseException:
@@ -52,11 +56,15 @@ class Run:
     def __enter__(self) -> Run:
         return self
 
-    def __exit__(self, *error) -> None:
+    def __exit__(self, kind=None, error=None, trace=None) -> None:
         trainer = self.trainer
         trainer.progress = None
         if trainer.logger is not None:
             trainer.logger.close()
+        if self.record is not None:
+            self.record.end(self._status(error), trainer.global_step)
+            if error is None or isinstance(error, Exception):  # the second Ctrl-C ends at once
+                write_report_at_end(self.folder)
         with suppress(OSError):
             self.lock.release()
             if self._is_new:
@@ -95,6 +103,8 @@ class Run:
             )
             self._publish()
             return {}
+        self.record = RunRecord(self.folder, self._goes_on)
+        self.record.begin(trainer.global_step, self._facts())
         logger.info("run folder %s, steps %d of %d", self.folder, trainer.global_step, trainer.total_steps)
         logger.info("memory:\n%s", trainer.plan.table())
         with Progress(trainer.total_steps, trainer.label, trainer.global_step) as trainer.progress:
@@ -111,6 +121,17 @@ class Run:
                 raise
             self._end()
         return self.last_row
+
+    def _facts(self) -> dict:
+        """What run.json says of this run besides its times."""
+        trainer, model = self.trainer, self.trainer.model
+        return {
+            "method": trainer.label,
+            "model": trainer.model_name,
+            "parameters": sum(parameter.data.size for parameter in model.named_parameters().values()),
+            "dtype": str(model.dtype),
+            "total_steps": trainer.total_steps,
+        } | machine(model.backend)
 
     def _step(self) -> None:
         trainer, args = self.trainer, self.trainer.args
@@ -159,6 +180,13 @@ class Run:
         self.skipped += skipped
 
     # ---- how it ends ----
+
+    def _status(self, error: BaseException | None) -> str:
+        if error is not None:
+            text = " ".join(str(error).split())[:300]
+            return f"error: {type(error).__name__}" + (f": {text}" if text else "")
+        finished = self.trainer.global_step == self.trainer.total_steps and not self.trainer.evaluation_due
+        return "finished" if finished else "stopped"
 
     def _end(self) -> None:
         """Save and say what there is after the last step or a stop."""

@@ -21,6 +21,7 @@ from ..rewards import (
     workers_are_possible,
 )
 from ..rewards.config import RewardLimits
+from ..tokenizer.streaming import token_texts
 from .advantage import combine_rewards
 from .rollout import Samples
 
@@ -203,16 +204,23 @@ def sample_metrics(samples: Samples) -> dict:
 
 
 def completion_rows(
-    rows: list[dict], samples: Samples, names: list[str], by_function: np.ndarray, advantages=None
+    rows: list[dict], samples: Samples, names: list[str], by_function: np.ndarray, advantages=None, tokenizer=None
 ) -> list[dict]:
-    """Rows of completions.jsonl for the first len(rows) samples."""
+    """Rows of completions.jsonl for the first len(rows) samples.
+
+    With a tokenizer, and where the samples have log-probabilities, also `tokens` (the text of each token, special ones
+    included) and `logprobs` (one a token, rounded to 4 decimals).
+    """
     found = []
     for index, row in enumerate(rows):
         entry = {"prompt": row["prompt"], "completion": samples.texts[index]}
         entry |= {f"rewards/{name}": by_function[index, i] for i, name in enumerate(names)}
         entry |= {} if advantages is None else {"advantage": advantages[index]}
-        length = len(samples.token_ids[index]) - int(samples.prompt_lengths[index])
-        entry |= {"finish_reason": samples.finish_reasons[index], "length": length}
+        ids = samples.token_ids[index][samples.prompt_lengths[index] :]
+        entry |= {"finish_reason": samples.finish_reasons[index], "length": len(ids)}
+        if tokenizer is not None and len(samples.logprobs[index]):
+            logprobs = np.asarray(samples.logprobs[index], np.float64).round(4)
+            entry |= {"tokens": token_texts(tokenizer, ids.tolist()), "logprobs": logprobs}
         _refuse_taken("log_extra", samples.recorded, {"step", *entry})
         found.append(entry | {name: values[index] for name, values in samples.recorded.items()})
     return found

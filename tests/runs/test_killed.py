@@ -264,4 +264,5 @@ def test_c8_no_room_for_a_checkpoint(tmp_path):
     assert f"{run / 'checkpoint-3'} could not be saved: " in errors.splitlines()[-1]
     assert process.returncode == 1
     assert len(read_jsonl(run / "metrics.jsonl")) == 3
-    assert sorted(path.name for path in run.iterdir()) == ["config.yaml", "metrics.jsonl"]
+    left = ["config.yaml", "metrics.jsonl", "report.html", "run.json"]
+    assert sorted(path.name for path in run.iterdir()) == left
