@@ -25,6 +25,7 @@ EXCLUSIVE: tuple[tuple[str, ...], ...] = (
     ("eval_strategy", "eval_steps"),
     ("dtype", "bf16", "fp16"),
 )
+DASHBOARDS = ("trackio", "wandb", "tensorboard")
 SCHEDULES = ("linear", "cosine", "constant", "constant_with_warmup")
 
 
@@ -72,7 +73,16 @@ class TrainerConfig(Options):
     shuffle_dataset: bool = option(True, "new random order of the rows in every epoch")
     logging_steps: int = option(10, "steps between rows of metrics.jsonl", group="log and checkpoints")
     log_completions: bool = option(
-        False, "print a sample completion at every logging step", group="log and checkpoints"
+        False, "at every logging step: print a completion, send a table to dashboards", group="log and checkpoints"
+    )
+    report_to: list[str] | None = option(
+        None, "dashboards: trackio, wandb, tensorboard (comma separated), or none", group="log and checkpoints"
+    )
+    run_name: str | None = option(
+        None, "the run's name in trackio and wandb; default: its folder's", group="log and checkpoints"
+    )
+    project: str | None = option(
+        None, "the project in trackio and wandb; default: WANDB_PROJECT (wandb), cukit", group="log and checkpoints"
     )
     save_steps: int = option(500, "steps between checkpoints; 0: only at the end", group="log and checkpoints")
     save_total_limit: int | None = option(None, "keep only the newest checkpoints", group="log and checkpoints")
@@ -117,6 +127,7 @@ class TrainerConfig(Options):
         check_range(self, "max_steps", -1)
         require(self.max_steps != 0, "max_steps must be -1 (off) or at least 1, got 0")
         self._resolve_dtype()
+        self._check_dashboards()
         require(
             self.evaluates != "steps" or self.eval_steps is not None,
             "eval_strategy=steps needs eval_steps (steps between evaluations)",
@@ -137,6 +148,17 @@ class TrainerConfig(Options):
                 require(self.dtype != name, f"{flag}=false and dtype={self.dtype} contradict; give only one")
         if self.bf16 is False and self.dtype == "auto" and not self.fp16:
             self.dtype = "float32"
+
+    def _check_dashboards(self) -> None:
+        """report_to as a list of known names; "none" is the empty one."""
+        if self.report_to is None:
+            return
+        names = [name.strip().lower() for text in self.report_to for name in text.split(",")]
+        if names != ["none"]:
+            for name in names:
+                known = f"{', '.join(DASHBOARDS)}, or none alone"
+                require(name in DASHBOARDS, f"report_to must be among {known}, got {name!r}")
+        self.report_to = [] if names == ["none"] else list(dict.fromkeys(names))
 
     @property
     def evaluates(self) -> str:

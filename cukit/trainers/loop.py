@@ -11,6 +11,7 @@ from ..runs import checkpoint
 from ..runs.folder import RunLock, leave_run_folder, open_run_folder, write_run_config
 from ..runs.metrics import MetricsLogger, MetricsWindow
 from ..runs.progress import Progress
+from ..runs.reporters import ReportedRun, Reporters
 from ..runs.signals import RunStopped
 from .state import POLICY, make_optimizer, restore, state_arrays
 
@@ -35,6 +36,7 @@ class Run:
         self.saved_step = None  # the newest checkpoint that this folder is known to hold
         self.applied = self.skipped = 0  # updates of this run
         self._updating = self._unsaved = False
+        self._resume_step = None  # the step from which this run goes on in its own folder
         source = checkpoint.find_checkpoint(resume, args.output_dir) if resume else None
         # a run that is resumed goes on in its own folder unless another is named
         folder = args.output_dir or (str(source.parent) if source else None)
@@ -71,7 +73,7 @@ class Run:
             self._resume(source)
         step = trainer.global_step
         if goes_on:
-            self.saved_step = step
+            self.saved_step = self._resume_step = step
             for moved in checkpoint.set_aside_later(self.folder, step):
                 logger.warning("%s is of steps that are now run again; it was renamed to %s", self.folder, moved.name)
             if step < trainer.total_steps:
@@ -93,6 +95,7 @@ class Run:
             return {}
         logger.info("run folder %s, steps %d of %d", self.folder, trainer.global_step, trainer.total_steps)
         logger.info("memory:\n%s", trainer.plan.table())
+        self._open_dashboards()
         with Progress(trainer.total_steps, trainer.label, trainer.global_step) as trainer.progress:
             try:
                 trainer.call("on_train_begin")
@@ -107,6 +110,11 @@ class Run:
                 raise
             self._end()
         return self.last_row
+
+    def _open_dashboards(self) -> None:
+        trainer, args = self.trainer, self.trainer.args
+        run = ReportedRun(self.folder, trainer.run_config(), args.run_name, args.project, self._resume_step)
+        trainer.logger.reporters = Reporters(args.report_to or [], run, tables=args.log_completions)
 
     def _step(self) -> None:
         trainer, args = self.trainer, self.trainer.args
