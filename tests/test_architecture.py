@@ -54,7 +54,16 @@ RUNTIME_LIBRARIES = {
     "threadpoolctl",
     "psutil",
 }
-OPTIONAL_LIBRARIES = {"huggingface_hub", "pyarrow", "matplotlib", "math_verify", "mpi4py", "tensorboardX", "trackio", "wandb"}
+OPTIONAL_LIBRARIES = {
+    "huggingface_hub",
+    "pyarrow",
+    "matplotlib",
+    "math_verify",
+    "mpi4py",
+    "tensorboardX",
+    "trackio",
+    "wandb",
+}
 GPU_LIBRARIES = {"cupy", "cupyx", "cupy_backends"}  # for backend/cuda alone
 
 # Header of kernels/ -> its level. A file includes files of lower levels only; a .cu stands above all headers.

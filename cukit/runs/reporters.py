@@ -123,7 +123,7 @@ class Wandb(Reporter):
 
 
 class Tensorboard(Reporter):
-    """Event files in the run folder's tensorboard/: `tensorboard --logdir runs` shows all runs. Completions are text."""
+    """Event files in tensorboard/ of the run folder; `tensorboard --logdir runs` shows all runs. Tables are texts."""
 
     package = "tensorboardX"
 
@@ -131,8 +131,10 @@ class Tensorboard(Reporter):
         from tensorboardX import SummaryWriter
 
         self.id = "tensorboard"
-        again = None if run.resume_step is None else run.resume_step + 1  # rows of steps that are run again are hidden
-        self._writer = SummaryWriter(str(run.folder / self.id), purge_step=again, flush_secs=10)
+        resumed = {}
+        if run.resume_step is not None:  # a file of its own; what older ones say of steps that are run again is hidden
+            resumed = {"purge_step": run.resume_step + 1, "filename_suffix": f".{run.resume_step}"}
+        self._writer = SummaryWriter(str(run.folder / self.id), flush_secs=10, **resumed)
         self._writer.add_text("args", _code(json.dumps(run.config, indent=2, ensure_ascii=False)), run.resume_step or 0)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
