@@ -94,7 +94,11 @@ class TrainerConfig(Options):
     def respelled(cls, values: dict[str, Any]) -> dict[str, Any]:
         resume = values.get("resume_from_checkpoint")
         if isinstance(resume, bool):  # TRL's: the latest of output_dir
-            return values | {"resume_from_checkpoint": "latest" if resume else None}
+            values = values | {"resume_from_checkpoint": "latest" if resume else None}
+        if (share := _share(values.get("warmup_steps"))) is not None:  # transformers 5
+            values = {name: value for name, value in values.items() if name != "warmup_steps"}
+            require("warmup_ratio" not in values, f"warmup_steps={share} is a ratio, and warmup_ratio is given too")
+            values["warmup_ratio"] = share
         return values
 
     @classmethod
@@ -177,6 +181,15 @@ class TrainerConfig(Options):
             "warmup_ratio" if self.warmup_steps else "warmup_steps",
             "eval_strategy" if self.evaluates == "steps" else "eval_steps",
         }
+
+
+def _share(steps: Any) -> float | None:
+    """A number of steps that is a share of all of them (between 0 and 1), else None."""
+    try:
+        share = float(steps)
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return share if 0 < share < 1 else None
 
 
 class SFTConfig(TrainerConfig):
