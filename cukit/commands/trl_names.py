@@ -3,6 +3,7 @@
 `trl_table` says what becomes of each name. What a command has as an option needs no row there.
 """
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -54,6 +55,8 @@ def translated(given: Mapping[str, Any], known: Iterable[str], where: str = "", 
     known = list(known)
     found = Translated({name: value for name, value in given.items() if name in known})
     foreign = {name: value for name, value in given.items() if name not in known}
+    if rewards := found.values.get("reward_funcs"):
+        found.values["reward_funcs"] = [_reward(one) for one in (rewards if isinstance(rewards, list) else [rewards])]
     _take_data(found, foreign, known, where, prefix)
     revision = foreign.pop("model_revision", None) if "model" in known else None
     for name, value in foreign.items():
@@ -132,6 +135,15 @@ def _take_data(found: Translated, foreign: dict[str, Any], known: list[str], whe
 def _source(name: Any, config: Any, split: Any) -> str:
     """NAME:CONFIG:SPLIT without what is not given at its end."""
     return ":".join(str(part or "") for part in (name, config, split)).rstrip(":")
+
+
+def _reward(name: Any) -> Any:
+    """TRL's dotted path of a function, package.module.function, as package/module.py:function if there is that file."""
+    if not isinstance(name, str) or not re.fullmatch(r"\w+(\.\w+)+", name):
+        return name
+    module, _, function = name.rpartition(".")
+    path = Path(*module.split(".")).with_suffix(".py")
+    return f"{path}:{function}" if path.is_file() else name
 
 
 # ---- values ----------------------------------------------------------------------------------------------------------

@@ -82,13 +82,9 @@ def _rows() -> Iterable[Row]:
         *("vllm_importance_sampling_correction", "vllm_importance_sampling_mode", "vllm_importance_sampling_cap"),
         *("vllm_importance_sampling_clip_max", "vllm_importance_sampling_clip_min", "cast_lm_head_to_fp32"),
     )
-    yield from _not_yet(
-        "a server",
-        "vllm_server_base_url",
-        vllm_server_host="0.0.0.0",
-        vllm_server_port=8000,
-        vllm_server_timeout=240.0,
-        vllm_group_port=51216,
+    yield from _not_needed(
+        "only vllm_mode=server uses it",
+        *("vllm_server_base_url", "vllm_server_host", "vllm_server_port", "vllm_server_timeout", "vllm_group_port"),
     )
     yield from _not_yet("guided decoding", "vllm_structured_outputs_regex", "vllm_guided_decoding_regex")
     yield from _not_yet("tools", "max_tool_calling_iterations", "tools", "environment_factory")
@@ -116,10 +112,9 @@ def _rows() -> Iterable[Row]:
         lora_dropout=0.05,
         lora_task_type="CAUSAL_LM",
     )
-    yield from _not_yet(
-        "quantised weights",
-        *("load_in_4bit", "load_in_8bit", "use_bnb_nested_quant", "bnb_4bit_quant_storage"),
-        bnb_4bit_quant_type="nf4",
+    yield from _not_yet("quantised weights", "load_in_4bit", "load_in_8bit")
+    yield from _not_needed(
+        "only load_in_4bit uses it", "bnb_4bit_quant_type", "bnb_4bit_quant_storage", "use_bnb_nested_quant"
     )
     yield from _not_yet("another chat template than the tokenizer's", "chat_template_path", "eos_token")
 
@@ -223,11 +218,11 @@ def _rows() -> Iterable[Row]:
     yield from _not_needed(
         "a run folder is never overwritten: choose another, or resume_from_checkpoint", "overwrite_output_dir"
     )
-    yield from _not_yet(
-        "pushing to the hub",
-        *("push_to_hub", "hub_model_id", "hub_token", "hub_private_repo", "hub_always_push", "hub_revision"),
-        *("log_completions_hub_repo", "push_to_hub_model_id", "push_to_hub_token"),
-        hub_strategy="every_save",
+    yield from _not_yet("pushing to the hub", "push_to_hub", "log_completions_hub_repo")
+    yield from _not_needed(
+        "only push_to_hub uses it",
+        *("hub_model_id", "hub_token", "hub_strategy", "hub_private_repo", "hub_always_push", "hub_revision"),
+        *("push_to_hub_model_id", "push_to_hub_token"),
     )
     yield from _not_yet(
         "trackio on the hub (set TRACKIO_SPACE_ID)", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id"

@@ -136,7 +136,7 @@ def test_a_name_that_becomes_an_option_needs_no_change_of_the_table():
         ("{report_to: [wandb], run_name: a, project: b}", {"report_to": ["wandb"], "run_name": "a", "project": "b"}),
         ("generation_kwargs: {top_k: 3}", {"generation_kwargs": {"top_k": 3}}),
         ("{use_peft: false, lora_r: 16, push_to_hub: no, deepspeed: null, top_entropy_quantile: 1}", {}),
-        ("{reward_funcs: exact, optim: ADAMW_TORCH, vllm_mode: colocate}", {"reward_funcs": "exact"}),
+        ("{optim: ADAMW_TORCH, vllm_mode: colocate, hub_model_id: a/b, vllm_server_port: 7}", {}),
     ],
 )
 def test_values_that_are_taken(text, values):
@@ -202,6 +202,17 @@ def test_words_of_a_command_line(options, fails, capsys):
     line = fails("sft", "--model", "m", "--push_to_hub", "--loss_type", "dft", "--packing_strategy", "bfd")
     assert "--push_to_hub (pushing to the hub)" in line and "--loss_type=dft" in line
     assert "not needed: --packing_strategy (rows are always packed" in line
+
+
+def test_trls_dotted_path_of_a_reward_is_a_file_and_a_function(tmp_path, monkeypatch):
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package/rewards.py").write_text("")
+    (tmp_path / "mine.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    given = ["package.rewards.one", "mine.two", "exact", "other.three", "mine.py:two", "package/rewards.py:one"]
+    wanted = ["package/rewards.py:one", "mine.py:two", *given[2:]]
+    assert translated({"reward_funcs": given}, known("grpo")).values["reward_funcs"] == wanted
+    assert translated({"reward_funcs": "mine.two"}, known("grpo")).values["reward_funcs"] == ["mine.py:two"]
 
 
 def test_a_share_of_warmup_steps_is_a_ratio():
