@@ -7,7 +7,8 @@ import pytest
 
 from cukit.runs.metrics import read_jsonl
 from cukit.runs.reporters import REPORTERS, Reporter
-from cukit.trainers.config import GRPOConfig, SFTConfig
+from cukit.trainers.config import SFTConfig
+from cukit.trainers.grpo_config import GRPOConfig
 
 from .conftest import demonstrations
 
