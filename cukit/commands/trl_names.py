@@ -125,9 +125,10 @@ def _take_data(found: Translated, foreign: dict[str, Any], known: list[str], whe
         raise ValueError(
             f"{prefix}{alone}{where} needs {prefix}dataset_name; or give {prefix}data as NAME:CONFIG:SPLIT"
         )
-    is_file = Path(str(name)).suffix in FILES or Path(str(name)).exists()
+    is_file = Path(str(name)).suffix in FILES or Path(str(name)).is_file()
     _put(found, "dataset_name", "data", name if is_file else _source(name, config, train), where)
-    evaluates = not _is_off(found.values.get("eval_strategy")) or "eval_steps" in found.values
+    when = "eval_strategy" if "eval_strategy" in found.values else "eval_steps"
+    evaluates = not _is_off(found.values.get(when))
     if evaluates and not is_file and "eval_data" in known and "eval_data" not in found.values:
         _put(found, "dataset_test_split", "eval_data", _source(name, config, test or "test"), where)
 
@@ -155,7 +156,7 @@ def _plain(value: Any) -> Any:
         return value
     try:
         read = yaml.safe_load(value)
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError, RecursionError):  # ValueError: a date that is none
         return value
     return value.lower() if isinstance(read, str) else read
 

@@ -123,6 +123,14 @@ def test_a_name_that_becomes_an_option_needs_no_change_of_the_table():
             {"data": "a/b", "eval_data": "mine.jsonl", "eval_strategy": "epoch"},
         ),
         ("{dataset_name: a/b, eval_strategy: no}", {"data": "a/b", "eval_strategy": False}),
+        (
+            "{dataset_name: a/b, eval_strategy: no, eval_steps: 5}",
+            {"data": "a/b", "eval_strategy": False, "eval_steps": 5},
+        ),
+        (
+            "{dataset_name: a/b, dataset_config: c, eval_steps: 5}",
+            {"data": "a/b:c", "eval_data": "a/b:c:test", "eval_steps": 5},
+        ),
         ("{dataset_name: rows.jsonl, dataset_train_split: train}", {"data": "rows.jsonl"}),
         ("{dataset_name: rows.jsonl, eval_strategy: epoch}", {"data": "rows.jsonl", "eval_strategy": "epoch"}),
         ("use_cpu: true", {"device": "cpu"}),
@@ -161,6 +169,8 @@ def test_values_that_are_taken(text, values):
         ("model_revision: v2", "model_revision in F needs model_name_or_path; or give model as NAME@REVISION"),
         ("{data: a, dataset_name: b}", "data is given twice in F, once as dataset_name"),
         ("{save_steps: 5, save_strategy: no}", "save_steps is given twice in F, once as save_strategy"),
+        ("optim: '2026-99-99'", "not there yet: optim=2026-99-99"),
+        ("optim: '[[[['", "not there yet: optim=[[[["),
         ("epsilom: 1", "unknown option 'epsilom' in F; did you mean epsilon?"),
         ("{epsilom: 1, max_seq_length: 5}", "unknown: epsilom (did you mean epsilon?), max_seq_length"),
     ],
