@@ -55,7 +55,16 @@ RUNTIME_LIBRARIES = {
     "threadpoolctl",
     "psutil",
 }
-OPTIONAL_LIBRARIES = {"huggingface_hub", "pyarrow", "matplotlib", "math_verify", "mpi4py"}
+OPTIONAL_LIBRARIES = {
+    "huggingface_hub",
+    "pyarrow",
+    "matplotlib",
+    "math_verify",
+    "mpi4py",
+    "tensorboardX",
+    "trackio",
+    "wandb",
+}
 GPU_LIBRARIES = {"cupy", "cupyx", "cupy_backends"}  # for backend/cuda alone
 
 # Header of kernels/ -> its level. A file includes files of lower levels only; a .cu stands above all headers.

@@ -14,6 +14,7 @@ from ..runs.metrics import MetricsLogger, MetricsWindow
 from ..runs.progress import Progress
 from ..runs.record import RunRecord, machine
 from ..runs.report import write_report_at_end
+from ..runs.reporters import ReportedRun, Reporters
 from ..runs.signals import RunStopped
 from .state import POLICY, load_weights, make_optimizer, restore, state_arrays
 
@@ -39,6 +40,7 @@ class Run:
         self.applied = self.skipped = 0  # updates of this run
         self._updating = self._unsaved = False
         self.record = None  # run.json, once steps are to be run
+        self._resume_step = None  # the step from which this run goes on in its own folder
         source = checkpoint.find_checkpoint(resume, args.output_dir) if resume else None
         # a run that is resumed goes on in its own folder unless another is named
         folder = args.output_dir or (str(source.parent) if source else None)
@@ -80,7 +82,7 @@ class Run:
             self._resume(source)
         step = trainer.global_step
         if goes_on:
-            self.saved_step = step
+            self.saved_step = self._resume_step = step
             for moved in checkpoint.set_aside_later(self.folder, step):
                 logger.warning("%s is of steps that are now run again; it was renamed to %s", self.folder, moved.name)
             if not trainer.finished:
@@ -107,6 +109,7 @@ class Run:
         self.record.begin(trainer.global_step, self._facts())
         logger.info("run folder %s, steps %d of %d", self.folder, trainer.global_step, trainer.total_steps)
         logger.info("memory:\n%s", trainer.plan.table())
+        self._open_dashboards()
         with Progress(trainer.total_steps, trainer.label, trainer.global_step) as trainer.progress:
             try:
                 trainer.call("on_train_begin")
@@ -132,6 +135,11 @@ class Run:
             "dtype": str(model.dtype),
             "total_steps": trainer.total_steps,
         } | machine(model.backend)
+
+    def _open_dashboards(self) -> None:
+        trainer, args = self.trainer, self.trainer.args
+        run = ReportedRun(self.folder, trainer.run_config(), args.run_name, args.project, self._resume_step)
+        trainer.logger.reporters = Reporters(args.report_to or [], run, tables=args.log_completions)
 
     def _step(self) -> None:
         trainer, args = self.trainer, self.trainer.args
@@ -185,7 +193,7 @@ class Run:
         if error is not None:
             text = " ".join(str(error).split())[:300]
             return f"error: {type(error).__name__}" + (f": {text}" if text else "")
-        finished = self.trainer.global_step == self.trainer.total_steps and not self.trainer.evaluation_due
+        finished = self.trainer.finished and not self.trainer.evaluation_due
         return "finished" if finished else "stopped"
 
     def _end(self) -> None:

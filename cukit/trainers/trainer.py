@@ -29,6 +29,7 @@ from ..optim import AdamW, learning_rate_factor
 from ..options import flat_values
 from ..runs.metrics import MetricsLogger, Timer
 from ..runs.progress import Progress
+from ..runs.reporters import check_packages
 from ..runs.signals import StopSignal
 from ..tokenizer import Tokenizer
 from .best import BestModel
@@ -62,6 +63,7 @@ class Trainer(ABC):
         device: str = "auto",
         dtype: str = "auto",
     ):
+        check_packages(args.report_to or [])
         self.args, self.callbacks = args, list(callbacks)
         self.run_folder: Path | None = None
         self.run: Run | None = None
