@@ -12,6 +12,7 @@ from collections.abc import Callable
 from cukit.bench import GenerateBench, KernelsBench, TrainBench
 from cukit.commands.bench import bench_generate, bench_kernels, bench_train
 from cukit.commands.command import Command
+from cukit.commands.data import PrepareOptions, ShowOptions, data_prepare, data_show
 from cukit.commands.doctor import doctor
 from cukit.commands.evaluate import TEST_ROWS, EvalOptions, evaluate
 from cukit.commands.generate import TINY_MODEL, GenerateOptions, generate
@@ -65,6 +66,26 @@ COMMANDS = {
             "cukit eval --model runs/grpo-001 --n 4 --temperature 1 --limit 100",
         ),
         bundled={"model": TINY_MODEL, "data": TEST_ROWS, "reward_funcs": ["gsm8k"]},
+    ),
+    "data prepare": Command(
+        data_prepare,
+        "write a data set for mathematics as JSONL rows with prompt and answer",
+        (PrepareOptions,),
+        examples=(
+            "cukit data prepare gsm8k --output gsm8k.jsonl",
+            "cukit data prepare math --split test --limit 500 --output math-test.jsonl",
+        ),
+        positional="name",
+    ),
+    "data show": Command(
+        data_show,
+        "the columns and first rows of any source of data",
+        (ShowOptions,),
+        examples=(
+            "cukit data show openai/gsm8k:main:test",
+            "cukit data show rows.parquet --columns prompt=question,answer=answer",
+        ),
+        positional="source",
     ),
     "kernels build": Command(
         kernels_build,

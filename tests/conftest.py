@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hub_server import HubServer
 
 from cukit.tokenizer import Tokenizer
 
@@ -43,3 +44,20 @@ def qwen_folder(tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def qwen(qwen_folder) -> Tokenizer:
     return Tokenizer.from_folder(qwen_folder)
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """A hub of this machine with an empty cache, which huggingface_hub uses instead of the real one."""
+    from huggingface_hub import constants
+
+    server = HubServer()
+    monkeypatch.setattr(constants, "ENDPOINT", server.url)
+    monkeypatch.setattr(
+        constants, "HUGGINGFACE_CO_URL_TEMPLATE", server.url + "/{repo_id}/resolve/{revision}/{filename}"
+    )
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_ASSETS_CACHE", str(tmp_path / "assets"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    yield server
+    server.close()

@@ -15,5 +15,6 @@ class Command:
     help: str
     parts: tuple[type[Options], ...]  # the classes of its options
     examples: tuple[str, ...] = ()
+    positional: str | None = None  # the option whose value may stand first, without its name
     recipe: str | None = None  # runs without --config and --model
     bundled: dict[str, Any] = field(default_factory=dict)  # stands in for what neither options nor --config name

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from ..datasets.config import PromptOptions, RowOptions
 from ..engine.config import EngineConfig, SamplingParams
 from ..models.config import DTYPES
 from ..options import Options, check_range, given_values, nested, option
@@ -18,8 +19,12 @@ CUT_SHARE = 0.5  # above this the user is told, as in training
 
 class EvalOptions(Options):
     group = "files"
-    model: str = option(TINY_MODEL, "model folder (Hugging Face format), or a run folder")
-    data: str = option(TEST_ROWS, "rows to answer, JSONL")
+    model: str = option(TINY_MODEL, "model folder (Hugging Face format), a run folder, or a name of the hub")
+    data: str = option(
+        TEST_ROWS,
+        "rows to answer: a file (jsonl, json, csv, parquet), a folder or pattern of files, or a name of the "
+        "hub (owner/name[@revision][:configuration[:split]]; where no split is named: test)",
+    )
     limit: int | None = option(None, "only the first rows")
     dry_run: bool = option(False, "print the resolved options and the plan of memory, then end")
     reward_funcs: list[str] | None = option(
@@ -32,16 +37,23 @@ class EvalOptions(Options):
     dtype: str = option(
         "auto", "weights and activations; auto: bfloat16 on cuda, float32 on cpu", DTYPES, "device and memory"
     )
+    rows: RowOptions = nested(RowOptions)
+    prompts: PromptOptions = nested(PromptOptions)
     sampling: SamplingParams = nested(SamplingParams, without=("logprobs",), temperature=0.0)
     engine: EngineConfig = nested(EngineConfig, without=("seed",))
+
+    @classmethod
+    def respelled(cls, values: dict[str, Any]) -> dict[str, Any]:
+        return RowOptions.respelled(values)
 
     def __post_init__(self) -> None:
         check_range(self, "limit", 1)
 
 
 def evaluate(values: dict[str, Any]) -> None:
-    from ..datasets.demonstrations import encode_prompts
-    from ..datasets.sources import load_rows, prompt_rows
+    from ..datasets.columns import dataset_rows
+    from ..datasets.demonstrations import encode_prompts, fit_prompts
+    from ..datasets.sources import prompt_rows
     from ..models.weights import load_config, load_model, model_folder
     from ..tokenizer import Tokenizer
     from ..trainers.rewarding import RewardScorer
@@ -53,11 +65,15 @@ def evaluate(values: dict[str, Any]) -> None:
         return
     sampling = options.sampling
     scorer = RewardScorer(options.reward_funcs)
-    rows = prompt_rows(load_rows(options.data))[: options.limit]
+    rows = prompt_rows(dataset_rows(options.data, options.rows, "test", options.limit))
     folder = model_folder(options.model)
     tokenizer = Tokenizer.from_folder(folder)
-    model_rows = load_config(folder).vocab_size
-    prompts = encode_prompts(rows, tokenizer, options.chat_template_kwargs, model_rows)
+    config = load_config(folder)
+    prompts = encode_prompts(rows, tokenizer, options.chat_template_kwargs, config.vocab_size)
+    context = min(config.max_position_embeddings, options.max_model_len or config.max_position_embeddings)
+    rows, prompts, said = fit_prompts(rows, prompts, options.prompts, context)
+    if said:
+        say(said)
     model = load_model(folder, options.device, options.dtype)
     rollout = Rollout(model, tokenizer, **given_values(options.engine))
     start = time.perf_counter()

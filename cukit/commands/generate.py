@@ -35,7 +35,7 @@ def generate(values: dict[str, Any]) -> None:
     from ..engine.llm import LLM
     from ..models.weights import model_folder
 
-    folder = model_folder(values["model"])
+    folder = model_folder(values["model"], weights=not values.get("dry_run"))
     options = make(GenerateOptions, generation_defaults(folder) | values)
     if options.dry_run:
         show_engine(options, options.model, options.device, options.dtype, options.engine)

@@ -31,6 +31,8 @@ def parse(commands: dict[str, Command], argv: list[str]) -> tuple[str, dict[str,
     name, words = _command_of(commands, argv)
     command, known = commands[name], command_options(commands[name])
     accepted = known | ({"config": CONFIG} if command.parts else {}) | {"help": HELP}
+    if command.positional and words and option_name(words[0]) is None and words[0] != "-h":
+        words = [f"--{command.positional}", *words]
     found, unknown = split_words([_canonical(word, known) for word in words], accepted)
     if found.pop("help", None):
         _show(help.of_command(name, command, known))
@@ -103,18 +105,7 @@ def resolve(command: Command, given: dict[str, Any]) -> dict[str, Any]:
             values[name] = bundled(values[name])
     if values.get("model"):
         values["model"] = model_of(values["model"])
-    for name in ("data", "eval_data"):
-        _refuse_hub_name(name, values.get(name))
     return values
-
-
-def _refuse_hub_name(name: str, path: str | None) -> None:
-    if not path or path.count("/") != 1 or Path(path).suffix in (".jsonl", ".json", ".csv", ".parquet"):
-        return
-    if not Path(path).exists() and not Path(path).parent.is_dir():
-        raise ValueError(
-            f"{name} {path!r} is no file here; data sets of the Hugging Face hub are not fetched yet: give a JSONL file"
-        )
 
 
 def _fill_in(command: Command, values: dict[str, Any]) -> None:

@@ -7,6 +7,7 @@ import logging
 import math
 from typing import Any
 
+from ..datasets.config import PromptOptions, RowOptions
 from ..engine.config import EngineConfig, SamplingOptions, SamplingParams
 from ..models.config import DTYPES
 from ..options import (
@@ -83,9 +84,11 @@ class TrainerConfig(Options):
     eval_strategy: str = option("no", "when to evaluate during training", ("no", "steps", "epoch"), "evaluation")
     eval_steps: int | None = option(None, "steps between evaluations (eval_strategy=steps)", group="evaluation")
     eval_on_start: bool = option(False, "evaluate before the first and after the last step", group="evaluation")
+    rows: RowOptions = nested(RowOptions)
 
     @classmethod
     def respelled(cls, values: dict[str, Any]) -> dict[str, Any]:
+        values = RowOptions.respelled(values)
         resume = values.get("resume_from_checkpoint")
         if isinstance(resume, bool):  # TRL's: the latest of output_dir
             return values | {"resume_from_checkpoint": "latest" if resume else None}
@@ -239,6 +242,7 @@ class GRPOConfig(TrainerConfig):
     sync_ref_model: bool = option(False, "move the reference model towards the policy")
     ref_model_mixup_alpha: float = option(0.6, "reference = alpha * policy + (1 - alpha) * reference")
     ref_model_sync_steps: int = option(512, "steps between those moves")
+    prompts: PromptOptions = nested(PromptOptions)
     engine: EngineConfig = nested(EngineConfig, without=("seed",))
 
     @classmethod

@@ -12,7 +12,7 @@ from contextlib import nullcontext
 import numpy as np
 
 from ..autograd import no_grad
-from ..datasets.demonstrations import encode_prompts
+from ..datasets.demonstrations import encode_prompts, fit_prompts
 from ..datasets.sampler import batches_an_epoch
 from ..datasets.sources import prompt_rows
 from ..engine.shapes import ModelUse
@@ -67,7 +67,7 @@ class GRPOTrainer(Trainer):
         args = args or GRPOConfig()
         reward_funcs = reward_funcs if reward_funcs is not None else args.reward_funcs
         if train_dataset is None:
-            raise ValueError("GRPOTrainer needs train_dataset: a list of rows with a prompt, or a JSONL file")
+            raise ValueError("GRPOTrainer needs train_dataset: rows with a prompt, a file, or a name of the hub")
         self.scorer = RewardScorer(reward_funcs, args.reward_weights)
         super().__init__(model, args, train_dataset, eval_dataset, processing_class, callbacks, device, dtype)
         engine = flat_values(args.engine) | {
@@ -82,7 +82,9 @@ class GRPOTrainer(Trainer):
     # ---- rows and steps ----
 
     def prepare_rows(self, rows, name):
-        """[(row, prompt ids)]. A prompt that leaves no room for a completion is refused."""
+        """[(row, prompt ids)]. A prompt beyond max_prompt_length, or that leaves no room for a completion, is refused,
+        skipped or cut, as overlong_prompts says.
+        """
         limit = min(
             self.args.max_model_len or self.model.config.max_position_embeddings,
             self.model.config.max_position_embeddings,
@@ -92,12 +94,12 @@ class GRPOTrainer(Trainer):
             prompts = encode_prompts(rows, self.tokenizer, self.args.chat_template_kwargs, model_rows)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
-        for index, ids in enumerate(prompts):
-            if len(ids) >= limit:
-                raise ValueError(
-                    f"{name} row {index}: the prompt has {len(ids)} tokens and the context only {limit}; shorten or "
-                    "remove that row, or raise max_model_len if the model allows it"
-                )
+        try:
+            rows, prompts, said = fit_prompts(rows, prompts, self.args.prompts, limit)
+        except ValueError as error:
+            raise ValueError(f"{name} {error}") from None
+        if said:
+            self.say(f"{name}: {said}")
         return list(zip(rows, prompts, strict=True))
 
     def plan_memory(self, *more, **sizes):

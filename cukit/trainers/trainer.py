@@ -13,8 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
+from ..datasets.columns import dataset_rows
 from ..datasets.sampler import EpochSampler
-from ..datasets.sources import load_rows
 from ..engine.config import EngineConfig
 from ..engine.memory import Plan, plan_memory
 from ..engine.shapes import ModelUse
@@ -66,10 +66,10 @@ class Trainer(ABC):
         model.gradient_checkpointing = args.gradient_checkpointing
         model.limit_vocabulary(self.tokenizer.vocab_size)
         self.models = {POLICY: TrainedModel(POLICY, model)}
-        self.train_rows, self.eval_rows = self.prepare_rows(load_rows(train_dataset), "train_dataset"), []
+        self.train_rows, self.eval_rows = self.read_rows(train_dataset, "train_dataset"), []
         self.sampler = EpochSampler(len(self.train_rows), args.seed, args.shuffle_dataset)
         if eval_dataset is not None:
-            self.eval_rows = self.prepare_rows(load_rows(eval_dataset), "eval_dataset")
+            self.eval_rows = self.read_rows(eval_dataset, "eval_dataset")
         elif args.evaluates != "no":
             raise ValueError(f"eval_strategy={args.evaluates} needs an eval_dataset")
         self.total_steps = self.count_steps()
@@ -87,6 +87,14 @@ class Trainer(ABC):
     def optimizer(self):
         """The policy's AdamW; None before the run begins."""
         return self.models[POLICY].optimizer
+
+    def read_rows(self, dataset, name: str) -> list:
+        """The prepared rows of train_dataset or eval_dataset: anything that cukit.datasets.sources.load_rows takes."""
+        try:
+            rows = dataset_rows(dataset, self.args.rows, "train" if name == "train_dataset" else "test")
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
+        return self.prepare_rows(rows, name)
 
     # ---- hooks of a method; those that are not abstract may stay as they are ----
 
