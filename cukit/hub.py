@@ -9,6 +9,9 @@ import json
 import logging
 import os
 import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -16,6 +19,7 @@ logger = logging.getLogger(__name__)
 NAME = re.compile(r"(?P<name>[A-Za-z0-9][\w.-]*(?:/[A-Za-z0-9][\w.-]*)?)(?:@(?P<revision>[^:@\s]+))?", re.ASCII)
 KINDS = {"model": "model", "dataset": "data set"}
 ANCHORS = {"model": "config.json", "dataset": "README.md"}  # a file that a cached repository most often has
+WORTH_SAYING = 1_000_000  # bytes of a download
 SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})(.*)")
 
 
@@ -73,16 +77,19 @@ def fetch(listing: Listing, files: list[str]) -> Path:
 
     if not (missing := _missing(listing, files)):
         return _snapshot(listing, files[0])
-    count = f"{len(missing)} file{'s' if len(missing) > 1 else ''}"
-    logger.info(f"{listing.name}: fetching {count}{_size(listing, missing)}")
+    sizes = [listing.sizes.get(file) or 0 for file in missing]
+    if sum(sizes) >= WORTH_SAYING:
+        count = f"{len(missing)} file{'s' if len(missing) > 1 else ''}"
+        logger.info(f"{listing.name}: fetching {count}, {sum(sizes) / 1e6:,.1f} MB")
     try:
-        folder = snapshot_download(
-            listing.name,
-            repo_type=listing.kind,
-            revision=listing.commit,
-            allow_patterns=[glob.escape(file) for file in files],
-            library_name="cukit",
-        )
+        with _progress_bars(sum(sizes) >= WORTH_SAYING and sys.stderr is not None and sys.stderr.isatty()):
+            folder = snapshot_download(
+                listing.name,
+                repo_type=listing.kind,
+                revision=listing.commit,
+                allow_patterns=[glob.escape(file) for file in files],
+                library_name="cukit",
+            )
     except Exception as error:
         raise _explained(error, listing.name, listing.kind, listing.commit) from None
     if missing := [file for file in files if not (Path(folder) / file).is_file()]:
@@ -90,10 +97,19 @@ def fetch(listing: Listing, files: list[str]) -> Path:
     return Path(folder)
 
 
-def _size(listing: Listing, files: list[str]) -> str:
-    sizes = [listing.sizes.get(file) for file in files]
-    known = sum(size for size in sizes if size is not None)
-    return f", {known / 1e6:,.1f} MB" if None not in sizes else ""
+@contextmanager
+def _progress_bars(shown: bool) -> Iterator[None]:
+    """huggingface_hub's bars as it draws them, or none; its own switches stay as they are."""
+    from huggingface_hub import constants, utils
+
+    if shown or constants.HF_HUB_DISABLE_PROGRESS_BARS is not None or utils.are_progress_bars_disabled():
+        yield
+        return
+    utils.disable_progress_bars()
+    try:
+        yield
+    finally:
+        utils.enable_progress_bars()
 
 
 def _missing(listing: Listing, files: list[str]) -> list[str]:
@@ -121,9 +137,11 @@ def _is_inside(file: str) -> bool:
 
 
 def _memory(name: str, kind: str, revision: str | None) -> Path:
-    from huggingface_hub import cached_assets_path
+    from huggingface_hub import cached_assets_path, constants
 
-    folder = cached_assets_path("cukit", namespace=f"{kind}s", subfolder=f"{name}@{revision or 'main'}")
+    folder = cached_assets_path(
+        "cukit", namespace=f"{kind}s", subfolder=f"{name}@{revision or 'main'}", assets_dir=constants.HF_ASSETS_CACHE
+    )
     return folder / "listing.json"
 
 
@@ -198,7 +216,10 @@ def _explained(error: Exception, name: str, kind: str, revision: str | None) -> 
             f"{what} is no file or folder here, and {constants.ENDPOINT} has none of that name; "
             "if it is a private one, log in by `hf auth login` or set HF_TOKEN"
         )
+    if isinstance(error, errors.LocalEntryNotFoundError) and isinstance(error.__cause__, Exception):
+        error = error.__cause__
     if isinstance(error, (errors.OfflineModeIsEnabled, errors.LocalEntryNotFoundError)):
-        return ValueError(f"{what} is no file or folder here and not wholly in the cache; {_offline_hint()}")
+        at = f" at revision {revision!r}" if revision else ""
+        return ValueError(f"{what}{at} is no file or folder here and not wholly in the cache; {_offline_hint()}")
     reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-    return ValueError(f"{what} cannot be fetched from {constants.ENDPOINT}: {reason:.300}")
+    return ValueError(f"{what} is no file or folder here, and cannot be had from {constants.ENDPOINT}: {reason:.300}")

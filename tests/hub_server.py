@@ -22,6 +22,7 @@ class HubServer:
         handler = type("Bound", (Handler,), {"hub": self})
         self.http = ThreadingHTTPServer(("127.0.0.1", 0), handler)
         self.url = f"http://127.0.0.1:{self.http.server_port}"
+        self.cdn = f"http://localhost:{self.http.server_port}/cdn"  # a host of its own, as with the real hub
         threading.Thread(target=self.http.serve_forever, args=(0.01,), daemon=True).start()
 
     def close(self) -> None:
@@ -96,7 +97,7 @@ class Handler(BaseHTTPRequestHandler):
             if file.endswith(LARGE):
                 digest = hashlib.sha256(data).hexdigest()
                 headers |= {"X-Linked-Etag": f'"{digest}"', "X-Linked-Size": str(len(data))}
-                self.reply(302, b"", headers | {"Location": f"{self.hub.url}/cdn/{digest}"})
+                self.reply(302, b"", headers | {"Location": f"{self.hub.cdn}/{digest}"})
             else:
                 self.data(data, headers | {"ETag": f'"{hashlib.sha1(data).hexdigest()}"'})
 

@@ -86,6 +86,5 @@ def data_show(values: dict[str, Any]) -> None:
 def _kind(rows: list[dict], name: str) -> str:
     """The JSON type of a column's first value that is not null."""
     words = {str: "text", bool: "true or false", int: "number", float: "number", list: "list", dict: "object"}
-    return next(
-        (words.get(type(row[name]), type(row[name]).__name__) for row in rows if row.get(name) is not None), "null"
-    )
+    values = [row[name] for row in rows if row.get(name) is not None]
+    return words.get(type(values[0]), type(values[0]).__name__) if values else "null"

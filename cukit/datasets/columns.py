@@ -1,4 +1,4 @@
-"""Rows as the options want them: columns renamed and left out, prompts made by a template, a system message in front."""
+"""Rows as the options want them: columns renamed and left out, prompts by a template, a system message in front."""
 
 import re
 from collections.abc import Sequence

@@ -54,7 +54,7 @@ class RowOptions(Options):
         require(self.columns is None or self.columns, "columns names no column; leave it out to keep all")
         require(
             self.prompt_template is None or any(column for _, column in PLACE.findall(self.prompt_template)),
-            f"prompt_template has no {{column}} place, so that all prompts would be equal: {self.prompt_template!r:.60}",
+            f"prompt_template has no {{column}} place, all prompts would be equal: {self.prompt_template!r:.60}",
         )
 
     @property

@@ -8,7 +8,6 @@ import csv
 import datetime
 import decimal
 import gzip
-import itertools
 import math
 import uuid
 import zlib
@@ -32,7 +31,7 @@ def format_of(name: str) -> str | None:
 
 
 def read_rows(path: str | Path, columns: Iterable[str] | None = None) -> Iterator[dict]:
-    """The rows of one file; a name of no known format counts as JSON lines. `columns`: a Parquet file's, all else whole.
+    """The rows of one file; a name of no known format counts as JSON lines. `columns`: those read of Parquet.
 
     ValueError in one line with the file's name for whatever it holds that cannot be read.
     """
@@ -160,10 +159,5 @@ def _plain(value: Any, column: str) -> Any:
         return [_plain(part, column) for part in value]
     if isinstance(value, AS_TEXT):
         return value.isoformat() if hasattr(value, "isoformat") else str(value)
-    raise ValueError(
-        f"column {column!r} holds {type(value).__name__}, which is no text or number; leave it out by columns"
-    )
-
-
-def first_rows(rows: Iterator[dict], count: int | None) -> list[dict]:
-    return list(itertools.islice(rows, count))
+    kind = type(value).__name__
+    raise ValueError(f"column {column!r} holds {kind}, which is no text or number; leave it out by columns")
