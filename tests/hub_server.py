@@ -5,6 +5,7 @@ import json
 import re
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import PurePosixPath
 from urllib.parse import unquote, urlsplit
 
 LARGE = (".parquet", ".safetensors", ".gz")  # stored by LFS: their download is a redirect
@@ -44,7 +45,7 @@ class HubServer:
 
 class Handler(BaseHTTPRequestHandler):
     hub: HubServer
-    protocol_version = "HTTP/1.1"
+    protocol_version = "HTTP/1.0"  # a connection a request: none outlives close()
 
     def log_message(self, *arguments):
         pass
@@ -58,7 +59,7 @@ class Handler(BaseHTTPRequestHandler):
         match = re.fullmatch(r"/api/(dataset|model)s/([^/]+/[^/]+)/paths-info/(.+)", unquote(self.path))
         found = self.found(*match.groups()) if match else None
         if found:
-            self.json([entry for entry in tree(found[1]) if entry["path"] in body["paths"]])
+            self.json([entry for entry in tree(found[1], "", True) if entry["path"] in body["paths"]])
 
     def do_GET(self):
         parts = urlsplit(self.path)
@@ -77,9 +78,9 @@ class Handler(BaseHTTPRequestHandler):
                 siblings = [{"rfilename": name, "size": len(data)} for name, data in found[1].items()]
                 self.json({"id": match[2], "sha": found[0], "siblings": siblings, "tags": [], "private": False})
         elif match := re.fullmatch(r"/api/(dataset|model)s/([^/]+/[^/]+)/tree/([^?]+)", path):
-            revision = match[3] if match[3].startswith("refs/") else match[3].split("/")[0]
+            revision, _, folder = (match[3], "", "") if match[3].startswith("refs/") else match[3].partition("/")
             if found := self.found(match[1], match[2], revision):
-                self.json(tree(found[1]))
+                self.json(tree(found[1], folder, "recursive=true" in parts.query.lower()))
         elif match := re.fullmatch(r"/(datasets/)?([^/]+/[^/]+)/resolve/(refs/convert/parquet|[^/]+)/(.+)", path):
             self.resolve("dataset" if match[1] else "model", match[2], match[3], match[4])
         else:
@@ -136,10 +137,17 @@ class Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
 
-def tree(files: dict[str, bytes]) -> list[dict]:
-    """The entries of a repository's tree, folders left out."""
-    found = []
-    for name, data in files.items():
+def tree(files: dict[str, bytes], folder: str, recursive: bool) -> list[dict]:
+    """The entries below a folder of a repository."""
+    found, start = [], f"{folder}/" if folder else ""
+    inside = {name: data for name, data in files.items() if name.startswith(start)}
+    parents = {parent.as_posix() for name in inside for parent in PurePosixPath(name).parents}
+    for name in sorted(parents - {"."}):
+        if name.startswith(start) and (recursive or "/" not in name.removeprefix(start)):
+            found.append({"type": "directory", "path": name, "size": 0, "oid": hashlib.sha1(name.encode()).hexdigest()})
+    for name, data in inside.items():
+        if not recursive and "/" in name.removeprefix(start):
+            continue
         entry = {"type": "file", "path": name, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}
         if name.endswith(LARGE):
             entry["lfs"] = {"oid": hashlib.sha256(data).hexdigest(), "size": len(data), "pointerSize": 134}

@@ -7,6 +7,7 @@ Source of the rules: the hub's documentation, "File names and splits" and "Data 
 
 import re
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any
@@ -127,26 +128,17 @@ def _splits_by_name(names: list[str], prefix: str, where: str) -> dict[str, list
     for name in seen:
         if match := SHARDED.fullmatch(name):
             found.setdefault(match["split"], []).append(prefix + name)
-    for split_of in (_split_of_folders, _split_of_name):
+    for parts in (slice(None, -1), slice(-1, None)):  # folders, then the name
         if not found:
-            for name in seen:
-                if split := split_of(name):
-                    found.setdefault(split, []).append(prefix + name)
+            for split, words in WORDS.items():
+                if files := [name for name in seen if _words(PurePosixPath(name).parts[parts]) & set(words)]:
+                    found[split] = [prefix + name for name in files]
     return found or {"train": [prefix + name for name in seen]}
 
 
-def _split_of_folders(name: str) -> str | None:
-    return next((split for part in PurePosixPath(name).parts[:-1] if (split := _word_of(part))), None)
-
-
-def _split_of_name(name: str) -> str | None:
-    return _word_of(PurePosixPath(name).name)
-
-
-def _word_of(text: str) -> str | None:
-    """The split that a word of `text` names; words end at - . _ space and digits."""
-    words = set(re.split(r"[-._ 0-9]", text))
-    return next((split for split, known in WORDS.items() if words & set(known)), None)
+def _words(parts: Iterable[str]) -> set[str]:
+    """The words of names; they end at - . _ space and digits."""
+    return {word for part in parts for word in re.split(r"[-._ 0-9]", part)}
 
 
 def _chosen_split(splits: dict[str, list[str]], where: str, split: str | None, use: str) -> str:
