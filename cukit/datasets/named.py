@@ -1,7 +1,8 @@
 """Data sets for mathematics by short names: where the hub has them, and which of their columns are question and answer.
 
-`seen` tells whether the columns' names were checked against the data itself. Those of the others were taken from what
-others have written about them; if one is wrong, the error lists the columns and --columns mends it.
+`seen` tells whether the columns' names were checked against the data itself (GSM8K: the files that its authors
+publish). Those of the others are unseen: taken from what others have written about them. If one is wrong, the error
+lists the columns, and --columns mends it.
 """
 
 from dataclasses import dataclass

@@ -69,13 +69,6 @@ def test_each_named_data_set_is_prepared(hub, tmp_path, capsys, name):
     assert load_rows(path)[0]["answer"] == "2"
 
 
-def test_the_columns_of_gsm8k_were_seen():
-    """The table marks as seen what a test has seen; tests/golden has rows of GSM8K."""
-    first = json.loads((ROOT / "tests" / "golden" / "gsm8k" / "sample.jsonl").open(encoding="utf-8").readline())
-    assert {NAMED["gsm8k"].prompt, NAMED["gsm8k"].answer} <= first.keys()
-    assert [name for name in NAMED if NAMED[name].seen] == ["gsm8k"]
-
-
 def test_mistakes_of_data_commands(fails, gsm8k, tmp_path):
     line = fails("data", "prepare", "gsm8")
     assert "name must be one of gsm8k, " in line and "did you mean gsm8k?" in line

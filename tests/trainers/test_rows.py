@@ -12,15 +12,13 @@ COLUMNS = {"columns": "question=q,answer=a"}
 
 
 class Rows:
-    """Neither a list nor iterable: __len__ and __getitem__ alone, as many data sets have."""
-
-    __iter__ = None
+    """__len__ and __getitem__ alone, as many data sets have; only the length says where they end."""
 
     def __len__(self):
         return len(QUESTIONS)
 
     def __getitem__(self, index):
-        return QUESTIONS[index]
+        return QUESTIONS[index % len(QUESTIONS)]
 
 
 def asked(trainer):
@@ -72,9 +70,7 @@ def test_a_demonstration_follows_the_options(make_sft):
 def test_long_prompts_are_refused_as_ever(make_grpo):
     with pytest.raises(ValueError, match="^train_dataset row 1: the prompt has .* and the context only 20; shorten or"):
         make_grpo(train_dataset=QUESTIONS, max_model_len=20, **COLUMNS)
-    with pytest.raises(
-        ValueError, match="^train_dataset row 1: the prompt has .* and max_prompt_length is 20; raise it"
-    ):
+    with pytest.raises(ValueError, match="^train_dataset row 1: the prompt has .* and max_prompt_length is 20; raise"):
         make_grpo(train_dataset=QUESTIONS, max_prompt_length=20, **COLUMNS)
 
 
