@@ -49,7 +49,8 @@ def choose(
     config = _chosen_config(configs, where, config)
     splits = _splits(files, configs[config], where)
     split = _chosen_split(splits, f"{where}, configuration {config!r}", split, use)
-    found = splits[split]
+    if not (found := splits[split]):
+        raise NoReadableFiles(f"{where}: its README.md names files for the split {split!r}, and none is there")
     if unread := [file for file in found if format_of(file) is None]:
         raise NoReadableFiles(f"{where}: {unread[0]} is none of {', '.join(FORMATS)}")
     return Chosen(config, split, found)
@@ -107,13 +108,10 @@ def _splits(files: list[str], config: dict, where: str) -> dict[str, list[str]]:
     inside = [file for file in sorted(files) if not root or file.startswith(f"{root}/")]
     if config.get("data_files"):
         prefix = f"{root}/" if root else ""
-        found = {
+        return {
             split: _matching(inside, [prefix + pattern.removeprefix("./") for pattern in patterns])
             for split, patterns in _patterns(config["data_files"], where).items()
         }
-        if nothing := [split for split, matched in found.items() if not matched]:
-            raise NoReadableFiles(f"{where}: its README.md names files for the split {nothing[0]!r}, and none is there")
-        return found
     return _splits_by_name([file[len(root) :].lstrip("/") for file in inside], f"{root}/" if root else "", where)
 
 

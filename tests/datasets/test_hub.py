@@ -200,9 +200,11 @@ def test_other_formats_of_the_hub(hub):
 
 def test_names_of_files_that_lead_out_of_the_cache(hub, tmp_path):
     (tmp_path / "secret.jsonl").write_text('{"a": 1}')
-    hub.add("dataset", "a/evil", {"../../../../../secret.jsonl": b"", "README.md": b""})
-    with pytest.raises(ValueError, match="holds no file"):
-        load_rows("a/evil")
+    for name in ("../../../../secret.jsonl", str(tmp_path / "secret.jsonl")):
+        readme = f"---\nconfigs:\n- config_name: a\n  data_files: '{name}'\n---\n".encode()
+        hub.add("dataset", "a/evil", {name: b"", "README.md": readme})
+        with pytest.raises(ValueError, match="names files for the split 'train', and none is there"):
+            load_rows("a/evil")
 
 
 def test_without_huggingface_hub(monkeypatch):

@@ -21,7 +21,7 @@ configs:
 # A data set
 """
 FILES = ["README.md", "main/train-0.parquet", "main/train-1.parquet", "main/test-0.parquet", "extra/a/b/c.parquet"]
-FILES += ["extra/d.parquet", "sub/dev.csv", "sub/x_train.csv", "sub/.hidden/test.csv", "main/notes.txt"]
+FILES += ["extra/d.parquet", "sub/dev.csv", "sub/x_train.csv", "sub/.hidden/test.csv", "extra/.x/e.parquet"]
 
 
 def files(readme=README, config=None, split=None, use="train", names=FILES):

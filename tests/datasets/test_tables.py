@@ -149,7 +149,8 @@ def test_odd_csv_is_refused_with_file_and_line(tmp_path, data, message):
 
 
 def test_csv_long_fields_and_blank_lines(tmp_path):
-    path, limit = tmp_path / "rows.csv", csv.field_size_limit()
+    path, limit = tmp_path / "rows.csv", 131072
+    csv.field_size_limit(limit)
     path.write_text(f'\ufeffprompt,answer\r\n\r\n"{"x" * 200_000}","1\r\n2"\r\n,\r\n', encoding="utf-8", newline="")
     assert load_rows(path) == [{"prompt": "x" * 200_000, "answer": "1\r\n2"}, {"prompt": "", "answer": ""}]
     assert csv.field_size_limit() == limit
