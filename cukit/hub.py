@@ -51,13 +51,15 @@ def list_files(name: str, kind: str, revision: str | None = None) -> Listing:
     Where the hub cannot be reached, what is remembered or cached stands in, which is said. ValueError in one line.
     """
     try:
-        from huggingface_hub import HfApi
+        from huggingface_hub import HfApi, constants
         from huggingface_hub.errors import OfflineModeIsEnabled
     except ImportError:
         raise ValueError(
             f"{name!r} is no file or folder here, and as a name of the hub it needs: pip install huggingface_hub"
         ) from None
     try:
+        if constants.HF_HUB_OFFLINE:
+            raise OfflineModeIsEnabled("no request is made")
         info = HfApi(library_name="cukit").repo_info(name, repo_type=kind, revision=revision, files_metadata=True)
     except Exception as error:
         if _answered(error) or (known := _remembered(name, kind, revision)) is None:
@@ -73,7 +75,7 @@ def list_files(name: str, kind: str, revision: str | None = None) -> Listing:
 
 def fetch(listing: Listing, files: list[str]) -> Path:
     """The folder of the repository's copy in the cache, with these files in it; what it lacks is downloaded."""
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import constants, snapshot_download
 
     if not (missing := _missing(listing, files)):
         return _snapshot(listing, files[0])
@@ -89,6 +91,7 @@ def fetch(listing: Listing, files: list[str]) -> Path:
                 revision=listing.commit,
                 allow_patterns=[glob.escape(file) for file in files],
                 library_name="cukit",
+                local_files_only=constants.HF_HUB_OFFLINE,
             )
     except Exception as error:
         raise _explained(error, listing.name, listing.kind, listing.commit) from None

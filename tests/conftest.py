@@ -49,12 +49,13 @@ def qwen(qwen_folder) -> Tokenizer:
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
     """A hub of this machine with an empty cache, which huggingface_hub uses instead of the real one."""
-    from huggingface_hub import constants
+    from huggingface_hub import constants, file_download
 
     server = HubServer()
     monkeypatch.setattr(constants, "ENDPOINT", server.url)
     template = server.url + "/{repo_id}/resolve/{revision}/{filename}"
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    for module in (constants, file_download):  # some versions have a copy of it
+        monkeypatch.setattr(module, "HUGGINGFACE_CO_URL_TEMPLATE", template, raising=False)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(constants, "HF_ASSETS_CACHE", str(tmp_path / "assets"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)

@@ -126,6 +126,7 @@ def test_a_hub_that_cannot_be_reached(gsm8k, caplog):
         load_rows("a/b")
 
 
+@pytest.mark.slow
 def test_half_a_download_is_not_taken_for_the_whole(gsm8k, monkeypatch):
     """The first shard is in the cache, then the connection ends; offline the rest is missed, not left out."""
     load_rows("openai/gsm8k:main:test")
@@ -226,6 +227,7 @@ def test_rows_are_those_of_the_datasets_library(gsm8k, tmp_path):
     assert json.loads(run.stdout) == [load_rows("openai/gsm8k:main"), load_rows("openai/gsm8k:main:test")]
 
 
+@pytest.mark.slow
 def test_environment_variables(gsm8k, tmp_path):
     """HF_ENDPOINT and HF_HOME as a user sets them, then HF_HUB_OFFLINE."""
     code = "from cukit.datasets.sources import load_rows; print(len(load_rows('openai/gsm8k:main')))"

@@ -96,6 +96,7 @@ def test_random_readmes_are_read_or_refused_in_one_line():
 WORDS = ["train", "test", "dev", "val", "validation", "eval", "latest", "training", "a", "train1", "retrain", "my_test"]
 
 
+@pytest.mark.slow
 def test_names_are_read_as_the_datasets_library_reads_them(tmp_path):
     datasets = pytest.importorskip("datasets")
     draw = random.Random(1)
