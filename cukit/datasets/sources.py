@@ -39,7 +39,7 @@ def load_rows(source: Any, columns: Iterable[str] | None = None, use: str = "tra
         if not rows:
             raise ValueError(f"{what or files[0]}: empty file; expected one JSON object a line, or a table with rows")
         if what:
-            logger.info(f"{what}: {len(rows):,} rows")
+            logger.info(f"{what}: {'the first ' if len(rows) == limit else ''}{len(rows):,} rows")
         return rows
     rows = list(itertools.islice(_iterated(source, columns), limit))
     for index, row in enumerate(rows):

@@ -81,6 +81,9 @@ def test_only_the_wanted_split_is_fetched(gsm8k, caplog):
     assert asked == {name for name in FILES if "train" in name and "main" in name} | {"README.md"}
     assert load_rows("openai/gsm8k:main", use="test") == rows(4) == load_rows("openai/gsm8k:main:test")
     assert load_rows("openai/gsm8k:socratic") == rows(5)
+    with caplog.at_level(logging.INFO, "cukit"):
+        assert load_rows("openai/gsm8k:main", limit=2) == rows(1, 2)
+    assert caplog.text.endswith(": the first 2 rows\n")
 
 
 def test_columns_of_the_hub_s_files(gsm8k):

@@ -1,5 +1,6 @@
 """Models by name: the real huggingface_hub against a server of this machine."""
 
+import io
 import json
 import logging
 import sys
@@ -8,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from huggingface_hub import constants
+from huggingface_hub.utils import are_progress_bars_disabled
 
 from cukit import LLM
 from cukit.models.weights import load_config, load_model, model_folder
@@ -155,3 +157,13 @@ def test_without_huggingface_hub(monkeypatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(ValueError, match="'a/b' is no file or folder here, .* needs: pip install huggingface_hub"):
         model_folder("a/b")
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_bars_are_drawn_on_terminals_alone(tiny, monkeypatch, terminal):
+    shown = io.StringIO()
+    shown.isatty = lambda: terminal
+    monkeypatch.setattr(sys, "stderr", shown)
+    model_folder("cukit/tiny")
+    assert ("Fetching" in shown.getvalue()) == terminal
+    assert not are_progress_bars_disabled()
