@@ -9,8 +9,8 @@ import os
 import sys
 from collections.abc import Callable
 
-from cukit.bench import GenerateBench, KernelsBench, TrainBench
-from cukit.commands.bench import bench_generate, bench_kernels, bench_train
+from cukit.bench import GenerateBench, GRPOBench, KernelsBench, TrainBench
+from cukit.commands.bench import bench_generate, bench_grpo, bench_kernels, bench_train
 from cukit.commands.command import Command
 from cukit.commands.data import PrepareOptions, ShowOptions, data_prepare, data_show
 from cukit.commands.doctor import doctor
@@ -20,7 +20,8 @@ from cukit.commands.kernels import KernelsOptions, kernels_build
 from cukit.commands.parser import parse, resolve
 from cukit.commands.train import TrainFiles, grpo, sft
 from cukit.runs.progress import show_log_lines
-from cukit.trainers.config import GRPOConfig, SFTConfig
+from cukit.trainers.config import SFTConfig
+from cukit.trainers.grpo_config import GRPOConfig
 
 COMMANDS = {
     "grpo": Command(
@@ -116,6 +117,15 @@ COMMANDS = {
         "speed and memory of training on random tokens",
         (TrainBench,),
         examples=("cukit bench train --model qwen3-0.6b", "cukit bench train --rows 8 --tokens_per_row 512"),
+    ),
+    "bench grpo": Command(
+        bench_grpo,
+        "a whole step of GRPO on random tokens, phase by phase",
+        (GRPOBench,),
+        examples=(
+            "cukit bench grpo --model qwen3-0.6b --gradient_checkpointing false",
+            "cukit bench grpo --prompts 16 --gpu_memory_utilization 0.4",
+        ),
     ),
     "doctor": Command(doctor, "versions and devices, for a bug report", ()),
 }

@@ -13,7 +13,7 @@ _PUBLIC_NAMES = {
     "LLM": "cukit.engine.llm",
     "EngineConfig": "cukit.engine.config",
     "SamplingParams": "cukit.engine.config",
-    "GRPOConfig": "cukit.trainers.config",
+    "GRPOConfig": "cukit.trainers.grpo_config",
     "GRPOTrainer": "cukit.trainers.grpo",
     "SFTConfig": "cukit.trainers.config",
     "SFTTrainer": "cukit.trainers.sft",

@@ -3,10 +3,10 @@ from .engine.config import EngineConfig as EngineConfig
 from .engine.config import SamplingParams as SamplingParams
 from .engine.llm import LLM as LLM
 from .ops import policy_loss as policy_loss
-from .trainers.config import GRPOConfig as GRPOConfig
 from .trainers.config import SFTConfig as SFTConfig
 from .trainers.config import TrainerConfig as TrainerConfig
 from .trainers.grpo import GRPOTrainer as GRPOTrainer
+from .trainers.grpo_config import GRPOConfig as GRPOConfig
 from .trainers.sft import SFTTrainer as SFTTrainer
 from .trainers.trainer import TrainerCallback as TrainerCallback
 

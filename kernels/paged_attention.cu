@@ -92,35 +92,9 @@ paged_prefill(SCALAR* o, const SCALAR* qkv, const SCALAR* k_cache, const SCALAR*
                    context_lens[piece.sequence] - piece.length, scale);
 }
 
-// One query a sequence over one chunk of 256 keys: partial_out (B, H, chunks, D), partial_stats (B, H, chunks, 2) =
-// maximum and sum. Grid (chunks, K * head_tiles, B), one warp a block: up to 16 query heads of one kv head. Chunks
-// beyond the context are left unwritten.
-extern "C" __global__ void __launch_bounds__(CHUNK_THREADS)
-paged_decode_chunks(float* partial_out, float* partial_stats, const SCALAR* qkv, const SCALAR* k_cache,
-                    const SCALAR* v_cache, const int* block_tables, const int* context_lens, int num_heads,
-                    int num_kv_heads, int block_size, int max_blocks, float scale) {
-    const int chunk = blockIdx.x, chunks = gridDim.x, sequence = blockIdx.z, context = context_lens[sequence];
-    if (chunk * CHUNK_KEYS >= context) return;
-    const int group = num_heads / num_kv_heads, head_tiles = (group + 15) / 16;
-    const int kv_head = blockIdx.y / head_tiles, first_head = blockIdx.y % head_tiles * 16;
-    const int head = kv_head * group + first_head;
-    const PagedRows keys = paged_rows(k_cache, block_tables, sequence, max_blocks, block_size, kv_head, num_kv_heads);
-    const PagedRows values = paged_rows(v_cache, block_tables, sequence, max_blocks, block_size, kv_head, num_kv_heads);
-    const long long at = ((long long)sequence * num_heads + head) * chunks + chunk;
-    attend_chunk(partial_out + at * HEAD_DIM, reinterpret_cast<float2*>(partial_stats) + at, chunks,
-                 qkv + ((long long)sequence * (num_heads + 2 * num_kv_heads) + head) * HEAD_DIM,
-                 min(16, group - first_head), keys, values, chunk * CHUNK_KEYS, min(context, (chunk + 1) * CHUNK_KEYS),
-                 scale);
-}
-
-// o (B, H * D): the chunks merged from left to right; context 0 gives zeros. Grid (H, B), one thread an element of the
-// row.
-extern "C" __global__ void __launch_bounds__(256)
-paged_decode_merge(SCALAR* o, const float* partial_out, const float* partial_stats, const int* context_lens,
-                   int num_heads, int chunks) {
-    const int d = threadIdx.x, context = context_lens[blockIdx.y];
-    if (d >= HEAD_DIM) return;
-    const long long row = (long long)blockIdx.y * num_heads + blockIdx.x;
+// Element d of a row of o: its chunks merged from left to right; context 0 gives 0. row = sequence * H + head.
+__device__ __forceinline__ SCALAR merged_element(const float* partial_out, const float* partial_stats, long long row,
+                                                 int d, int context, int chunks) {
     const float2* stats = reinterpret_cast<const float2*>(partial_stats) + row * chunks;
     float out = 0.f, maximum = -INFINITY, total = 0.f;
     for (int chunk = 0; chunk * CHUNK_KEYS < context; ++chunk) {
@@ -128,6 +102,44 @@ paged_decode_merge(SCALAR* o, const float* partial_out, const float* partial_sta
         merge_totals(maximum, total, stats[chunk].x, stats[chunk].y, left, right);
         out = merge_value(out, partial_out[(row * chunks + chunk) * HEAD_DIM + d], left, right);
     }
-    o[row * HEAD_DIM + d] = from_float<SCALAR>(__fmul_rn(out, reciprocal_total(total)));
+    return from_float<SCALAR>(__fmul_rn(out, reciprocal_total(total)));
+}
+
+// One query a sequence over one chunk of 256 keys: partial_out (B, H, chunks, D), partial_stats (B, H, chunks, 2) =
+// maximum and sum. Grid (chunks, K * head_tiles, B), one warp a block: up to 16 query heads of one kv head. Chunks
+// beyond the context are left unwritten. Where there is one chunk at the most, this writes o (B, H * D) as well, and
+// paged_decode_merge is not needed.
+extern "C" __global__ void __launch_bounds__(CHUNK_THREADS)
+paged_decode_chunks(SCALAR* o, float* partial_out, float* partial_stats, const SCALAR* qkv, const SCALAR* k_cache,
+                    const SCALAR* v_cache, const int* block_tables, const int* context_lens, int num_heads,
+                    int num_kv_heads, int block_size, int max_blocks, float scale) {
+    const int chunk = blockIdx.x, chunks = gridDim.x, sequence = blockIdx.z, context = context_lens[sequence];
+    if (chunk * CHUNK_KEYS >= context && chunks > 1) return;
+    const int group = num_heads / num_kv_heads, head_tiles = (group + 15) / 16;
+    const int kv_head = blockIdx.y / head_tiles, first_head = blockIdx.y % head_tiles * 16;
+    const int head = kv_head * group + first_head;
+    const PagedRows keys = paged_rows(k_cache, block_tables, sequence, max_blocks, block_size, kv_head, num_kv_heads);
+    const PagedRows values = paged_rows(v_cache, block_tables, sequence, max_blocks, block_size, kv_head, num_kv_heads);
+    const int heads = min(16, group - first_head);
+    const long long row = (long long)sequence * num_heads + head, at = row * chunks + chunk;
+    if (context > 0)
+        attend_chunk(partial_out + at * HEAD_DIM, reinterpret_cast<float2*>(partial_stats) + at, chunks,
+                     qkv + ((long long)sequence * (num_heads + 2 * num_kv_heads) + head) * HEAD_DIM, heads, keys,
+                     values, chunk * CHUNK_KEYS, min(context, (chunk + 1) * CHUNK_KEYS), scale);
+    if (chunks > 1) return;
+    __syncwarp();  // the warp reads what its other threads have written
+    for (int i = threadIdx.x; i < heads * HEAD_DIM; i += CHUNK_THREADS)
+        o[row * HEAD_DIM + i] =
+            merged_element(partial_out, partial_stats, row + i / HEAD_DIM, i % HEAD_DIM, context, chunks);
+}
+
+// o (B, H * D) from several chunks. Grid (H, B), one thread an element of the row.
+extern "C" __global__ void __launch_bounds__(256)
+paged_decode_merge(SCALAR* o, const float* partial_out, const float* partial_stats, const int* context_lens,
+                   int num_heads, int chunks) {
+    if (threadIdx.x >= HEAD_DIM) return;
+    const long long row = (long long)blockIdx.y * num_heads + blockIdx.x;
+    o[row * HEAD_DIM + threadIdx.x] =
+        merged_element(partial_out, partial_stats, row, threadIdx.x, context_lens[blockIdx.y], chunks);
 }
 #endif

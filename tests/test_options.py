@@ -7,7 +7,8 @@ import pytest
 
 from cukit.engine.config import EngineConfig, SamplingParams
 from cukit.models.config import ModelConfig
-from cukit.trainers.config import GRPOConfig, SFTConfig
+from cukit.trainers.config import SFTConfig
+from cukit.trainers.grpo_config import GRPOConfig
 
 MODELS = ["qwen3_tiny", "qwen2_tiny", "llama_tiny", "llama3_rope_tiny"]
 

@@ -86,3 +86,23 @@ class TrainBench(BenchOptions):
             check_range(self, name, 1)
         check_range(self, "tokens_per_row", 2)
         check_range(self, "scale", 0, 1, open_low=True)
+
+
+class GRPOBench(BenchOptions):
+    prompts: int | None = option(None, "prompts of a step; default: 64 times scale")
+    num_generations: int = option(8, "completions of each prompt")
+    prompt_length: int | None = option(None, "tokens of a prompt; default: 200 times scale")
+    max_completion_length: int | None = option(None, "tokens of a completion; default: 512 times scale")
+    scale: float | None = option(None, "multiplies these defaults; default: 1 on cuda, 0.05 on cpu")
+    gradient_checkpointing: bool = option(True, "recompute activations in the backward pass")
+    max_tokens_per_batch: int = option(16384, "most tokens in one forward pass")
+    beta: float = option(0.0, "weight of the KL to a reference model; 0 loads none")
+    repeats: int = option(3, "measured steps, after two that are not")
+    engine: EngineConfig = nested(EngineConfig, without=("seed",))
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("prompts", "prompt_length", "max_completion_length", "repeats"):
+            check_range(self, name, 1)
+        check_range(self, "num_generations", 2)
+        check_range(self, "scale", 0, 1, open_low=True)

@@ -46,6 +46,18 @@ COLUMNS = {
         ("peak_gb", "peak GB", "{:,.2f}"),
         ("note", "", "{}"),
     ),
+    "grpo": (
+        ("samples", "completions", "{:,}"),
+        ("tokens", "tokens", "{:,}"),
+        ("seconds", "s", "{:,.3f}"),
+        ("generate_seconds", "generate", "{:,.3f}"),
+        ("reward_seconds", "reward", "{:,.3f}"),
+        ("reference_seconds", "reference", "{:,.3f}"),
+        ("train_seconds", "train", "{:,.3f}"),
+        ("other_seconds", "other", "{:,.3f}"),
+        ("largest_difference", "log-prob difference", "{:g}"),
+        ("peak_gb", "peak GB", "{:,.2f}"),
+    ),
 }
 
 

@@ -1,8 +1,8 @@
-"""bench kernels, generate, train: measure, print the table, write the rows."""
+"""bench kernels, generate, train, grpo: measure, print the table, write the rows."""
 
 from typing import Any
 
-from ..bench import BenchOptions, GenerateBench, KernelsBench, TrainBench
+from ..bench import BenchOptions, GenerateBench, GRPOBench, KernelsBench, TrainBench
 from ..options import given_values
 from .parser import make
 
@@ -25,6 +25,13 @@ def bench_train(values: dict[str, Any]) -> None:
     from ..bench.train import run
 
     options = make(TrainBench, values)
+    _report(run(options), options)
+
+
+def bench_grpo(values: dict[str, Any]) -> None:
+    from ..bench.grpo import run
+
+    options = make(GRPOBench, values)
     _report(run(options), options)
 
 

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from ..options import Options, option
-from ..trainers.config import GRPOConfig, SFTConfig, TrainerConfig
+from ..trainers.config import SFTConfig, TrainerConfig
+from ..trainers.grpo_config import GRPOConfig
 from .dry_run import show_training
 from .parser import make
 

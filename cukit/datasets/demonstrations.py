@@ -1,7 +1,7 @@
 """Rows -> token ids and masks: prompts to continue, and demonstrations with the loss on what the assistant says."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from ..tokenizer import Tokenizer
 from .config import PromptOptions
@@ -128,7 +128,9 @@ def encode_sft_rows(
     return examples, counts
 
 
-def _encoded_rows(rows: Sequence[dict], tokenizer: Tokenizer, chat_template_kwargs: dict | None):
+def _encoded_rows(
+    rows: Sequence[dict], tokenizer: Tokenizer, chat_template_kwargs: dict | None
+) -> Iterator[tuple[Ids, Ids]]:
     """(ids, mask) of every row in turn."""
     for start in range(0, len(rows), ROWS_AT_ONCE):
         batch = list(enumerate(rows[start : start + ROWS_AT_ONCE], start))
@@ -232,7 +234,7 @@ def _with_end(ids: Ids, tokenizer: Tokenizer) -> Ids:
 
 
 def _conversation_plan(
-    messages: list[dict], first_learnt: int, tools, tokenizer: Tokenizer, template_arguments: dict
+    messages: list[dict], first_learnt: int, tools: list[dict] | None, tokenizer: Tokenizer, template_arguments: dict
 ) -> Plan:
     """A rendered conversation, learnt on the assistant messages from `first_learnt` on.
 
@@ -270,7 +272,7 @@ def _conversation_plan(
     return texts, assemble
 
 
-def _answer_start(text: str, render, index: int, tokenizer: Tokenizer) -> int:
+def _answer_start(text: str, render: Callable[[int, bool], str], index: int, tokenizer: Tokenizer) -> int:
     """Where assistant message `index` begins in `text`: behind the generation prompt of the messages before it."""
     head = render(index, True)
     if text.startswith(head):

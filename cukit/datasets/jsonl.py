@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 MAX_DIGITS = 4300  # of an integer: as many as Python reads by default
 
@@ -63,7 +63,7 @@ def _integer(text: str) -> int:
     return int(text)
 
 
-def _refuse_constant(name: str):
+def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is no JSON; write null, or the number as text")
 
 

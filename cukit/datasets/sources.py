@@ -13,14 +13,15 @@ import glob
 import itertools
 import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from . import hub
 from .layout import choose
 from .tables import format_of, read_rows
 
+T = TypeVar("T")
 logger = logging.getLogger(__name__)
 QUESTION_COLUMNS = {"question": "answer", "problem": "solution"}
 
@@ -126,7 +127,7 @@ def is_conversational(prompt: str | list[dict]) -> bool:
     return not isinstance(prompt, str)
 
 
-def checked_column(value, column: str) -> str | list[dict]:
+def checked_column(value: Any, column: str) -> str | list[dict]:
     if isinstance(value, str):
         return value
     well_formed = isinstance(value, list) and value and all(isinstance(m, dict) and "role" in m for m in value)
@@ -139,7 +140,7 @@ def column_names(row: dict) -> str:
     return ", ".join(map(str, row)) or "none"
 
 
-def located(function, index: int, row, *arguments):
+def located(function: Callable[..., T], index: int, row: object, *arguments: object) -> T:
     """function(row, *arguments); its ValueError names the data row."""
     try:
         return function(row, *arguments)

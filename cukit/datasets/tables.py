@@ -13,7 +13,7 @@ import uuid
 import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any
 
 from .jsonl import rows_of_lines, rows_of_list
 
@@ -52,7 +52,7 @@ def read_rows(path: str | Path, columns: Iterable[str] | None = None) -> Iterato
         raise ValueError(f"{path}: damaged, or not compressed by gzip: {error}") from None
 
 
-def _begins_with(file: BinaryIO, first: bytes) -> bool:
+def _begins_with(file: IO[bytes] | gzip.GzipFile, first: bytes) -> bool:
     """Whether this is the first byte that is neither a byte order mark nor blank."""
     start = file.read(4096)
     file.seek(0)

@@ -10,14 +10,19 @@ import itertools
 import random
 import threading
 from collections import deque
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import isfinite
 from operator import index
+from typing import TypeGuard
 
 import numpy as np
 
+from ..models.decoder import Decoder
+from ..tokenizer import Tokenizer
 from .blocks import BlockManager
+from .calls import Prompt
 from .config import EngineConfig, SamplingParams
 from .memory import planned
 from .request import Request, Sequence
@@ -42,7 +47,9 @@ class EngineStats:
 class EngineCore:
     """Requests, their schedule, and the model that computes them."""
 
-    def __init__(self, model, tokenizer, config: EngineConfig, eos_token_ids: frozenset[int]):
+    def __init__(
+        self, model: Decoder, tokenizer: Tokenizer | None, config: EngineConfig, eos_token_ids: frozenset[int]
+    ):
         self.model, self.tokenizer, self.eos_token_ids = model, tokenizer, eos_token_ids
         if tokenizer is not None:
             model.limit_vocabulary(tokenizer.vocab_size)
@@ -51,15 +58,17 @@ class EngineCore:
         self.plan, self.config = planned(config, model)
         config = self.config
         self.stats = EngineStats()
-        self.blocks = BlockManager(config.num_kv_blocks, config.block_size, config.enable_prefix_caching)
+        self.blocks = BlockManager(self.plan.num_kv_blocks, config.block_size, config.enable_prefix_caching)
         rows = min(config.max_num_seqs, config.max_num_batched_tokens)  # a step must be able to decode every row
         precise = model.backend.accumulator(model.dtype)
-        self.rows = Rows(model.backend, precise, rows, config.max_model_len, config.block_size, model.config.vocab_size)
+        longest, vocab_size = self.plan.max_model_len, model.config.vocab_size
+        self.rows = Rows(model.backend, precise, rows, longest, config.block_size, vocab_size)
         self.scheduler = Scheduler(self.blocks, self.rows, config.max_num_batched_tokens)
         self.runner = ModelRunner(model, self.rows, config, self.vocab_size)
         self.requests: dict[int, Request] = {}  # the unfinished ones
         self._seeds, self._ids = random.Random(config.seed), itertools.count()
-        self._added: deque[Sequence] = deque()  # by any thread, taken in at the beginning of a step
+        # by any thread, taken in at the beginning of a step: a sequence, and the one that it continues
+        self._added: deque[tuple[Sequence, Sequence | None]] = deque()
         self._aborted: deque[Request] = deque()
         self._turn = threading.Condition()
         self._queue: list[object] = []  # the calls that wait for their turn
@@ -84,9 +93,9 @@ class EngineCore:
         (a further turn). The new request takes the KV over and computes only what follows.
         """
         seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
-        stop_texts = StopTexts.of(params.stop, self.tokenizer)
-        stop_ids = {*params.stop_token_ids, *stop_texts.ids, *(() if params.ignore_eos else self.eos_token_ids)}
-        limit = min(len(prompt_ids) + params.max_tokens, self.config.max_model_len)
+        stop_texts = StopTexts.of(params.stop or [], self.tokenizer)
+        stop_ids = {*(params.stop_token_ids or ()), *stop_texts.ids, *(() if params.ignore_eos else self.eos_token_ids)}
+        limit = min(len(prompt_ids) + params.max_tokens, self.plan.max_model_len)
         request = Request(next(self._ids), prompt_ids, prompt, params, seed, frozenset(stop_ids), stop_texts, limit)
         request.keeps_cache = keeps_cache
         if self.tokenizer is not None and (with_text or stop_texts.shown or stop_texts.raw):
@@ -135,7 +144,7 @@ class EngineCore:
                 raise
 
     @contextmanager
-    def paused(self):
+    def paused(self) -> Iterator[None]:
         """Inside, the calling thread has the turn: no other one steps, and what unfinished requests hold stands still.
         Turns are given in the order in which they were asked for.
         """
@@ -280,7 +289,7 @@ class EngineCore:
         if self.requests:
             raise ValueError(f"{what} while {len(self.requests)} requests run: let them finish, or abort them")
 
-    def check_prompt(self, prompt, params: SamplingParams, number: int) -> tuple[np.ndarray, str | None]:
+    def check_prompt(self, prompt: Prompt, params: SamplingParams, number: int) -> tuple[np.ndarray, str | None]:
         """(ids, text or None) of a prompt that this engine can complete; ValueError with the numbers if it cannot."""
         if not isinstance(params, SamplingParams):
             raise ValueError(f"sampling_params must be SamplingParams, got {type(params).__name__}")
@@ -289,9 +298,11 @@ class EngineCore:
                 "the model folder has no tokenizer.json: give prompts as ids, and stop_token_ids instead of stop"
             )
         text = prompt if isinstance(prompt, str) else None
-        ids = self.tokenizer.encode(prompt, add_special_tokens=True) if text is not None else prompt
-        ids = self.check_ids(ids, f"prompt {number}")
-        if len(ids) >= self.config.max_model_len:
+        if isinstance(prompt, str):
+            assert self.tokenizer is not None
+            prompt = self.tokenizer.encode(prompt, add_special_tokens=True)
+        ids = self.check_ids(prompt, f"prompt {number}")
+        if len(ids) >= self.plan.max_model_len:
             raise ValueError(
                 f"prompt {number} has {len(ids)} tokens, which leaves no room for a completion within max_model_len="
                 f"{self.config.max_model_len}: shorten the prompt or raise max_model_len"
@@ -299,7 +310,7 @@ class EngineCore:
             )
         return ids, text
 
-    def check_ids(self, ids, what: str) -> np.ndarray:
+    def check_ids(self, ids: Iterable[int], what: str) -> np.ndarray:
         """ids as a new int32 array, or ValueError if it is empty or holds something else than ids of the model."""
         try:
             ids = ids.tolist() if _is_int_array(ids) else [index(token) for token in ids]
@@ -314,5 +325,5 @@ class EngineCore:
         return np.array(ids, np.int32)
 
 
-def _is_int_array(ids) -> bool:
+def _is_int_array(ids: object) -> TypeGuard[np.ndarray]:
     return isinstance(ids, np.ndarray) and ids.ndim == 1 and ids.dtype.kind in "iu"

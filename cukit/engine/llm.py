@@ -5,46 +5,26 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any, Literal, overload
 
 import numpy as np
 
+from ..models.decoder import Decoder
 from ..models.logprobs import token_logprobs
 from ..models.weights import load_model, model_folder
 from ..options import changed
 from ..tokenizer import Tokenizer, text_after
+from .calls import CompletionOutput, Messages, Prompt, Prompts, RequestOutput, Sampling, one_each
 from .config import EngineConfig, SamplingParams
 from .core import EngineCore, EngineStats
 from .request import Request, Sequence
 
 logger = logging.getLogger(__name__)
 
-
-@dataclass(slots=True)
-class CompletionOutput:
-    """One sample. While it grows (stream=True) finish_reason is None, and text holds whole characters only."""
-
-    index: int
-    text: str
-    token_ids: list[int]  # the stop token and the tokens of a stop string included; the text is cut before them
-    logprobs: list[float] | None  # of softmax(logits / temperature), one a token; None unless params.logprobs
-    # "stop": an end-of-text token, a stop_token_id or a stop string; "length": max_tokens or max_model_len;
-    # "abort"; "error": the model's logits were not finite (the tokens before that are kept)
-    finish_reason: str | None
-    stop_reason: int | str | None  # the stop_token_id or stop string that ended it; None for the end-of-text token
-    text_delta: str = ""  # with stream=True: what text gained since the last output of this request
-
-
-@dataclass(slots=True)
-class RequestOutput:
-    index: int  # place of the prompt in the call
-    prompt: str | None  # None for a prompt given as ids
-    prompt_token_ids: list[int]
-    outputs: list[CompletionOutput]
-    finished: bool
-    num_cached_tokens: int  # prompt tokens that the prefix cache gave
+Checked = list[tuple[np.ndarray, str | None]]  # prompts as check_prompt() gives them
+More = Callable[[list[int], list[Request]], list[tuple]]  # see LLM.run
 
 
 class LLM:
@@ -55,7 +35,7 @@ class LLM:
     enforce_eager, …).
     """
 
-    def __init__(self, model: str | Path, device: str = "auto", dtype: str = "auto", **options):
+    def __init__(self, model: str | Path, device: str = "auto", dtype: str = "auto", **options: Any):
         config = _engine_config(None, options)
         folder = model_folder(model)
         loaded = load_model(folder, device, dtype)
@@ -63,13 +43,17 @@ class LLM:
         self._set_up(loaded, tokenizer, config, _generation_eos(folder))
 
     @classmethod
-    def from_model(cls, model, tokenizer=None, config: EngineConfig | None = None, **options) -> LLM:
+    def from_model(
+        cls, model: Decoder, tokenizer: Tokenizer | None = None, config: EngineConfig | None = None, **options: Any
+    ) -> LLM:
         """An engine that shares the weights of a Decoder. After they change, call reset_prefix_cache()."""
         llm = cls.__new__(cls)
         llm._set_up(model, tokenizer, _engine_config(config, options), frozenset())
         return llm
 
-    def _set_up(self, model, tokenizer, config: EngineConfig, generation_eos: frozenset[int]) -> None:
+    def _set_up(
+        self, model: Decoder, tokenizer: Tokenizer | None, config: EngineConfig, generation_eos: frozenset[int]
+    ) -> None:
         own = model.config.eos_token_id
         configured = frozenset(own if isinstance(own, list) else [] if own is None else [own])
         eos = frozenset(tokenizer.eos_token_ids) if tokenizer else (generation_eos or configured)
@@ -105,9 +89,21 @@ class LLM:
 
     # ---- generate ----
 
+    @overload
     def generate(
-        self, prompts, sampling_params: SamplingParams | list[SamplingParams] | None = None, stream: bool = False
-    ):
+        self, prompts: Prompts, sampling_params: Sampling = None, stream: Literal[False] = False
+    ) -> list[RequestOutput]: ...
+    @overload
+    def generate(
+        self, prompts: Prompts, sampling_params: Sampling = None, *, stream: Literal[True]
+    ) -> Iterator[RequestOutput]: ...
+    @overload
+    def generate(
+        self, prompts: Prompts, sampling_params: Sampling = None, stream: bool = False
+    ) -> list[RequestOutput] | Iterator[RequestOutput]: ...
+    def generate(
+        self, prompts: Prompts, sampling_params: Sampling = None, stream: bool = False
+    ) -> list[RequestOutput] | Iterator[RequestOutput]:
         """Complete prompts: text, ids, or a list of either; sampling_params for all, or one for each.
 
         Returns a RequestOutput for each prompt, in their order (a list even for a single prompt). With stream=True an
@@ -116,8 +112,8 @@ class LLM:
         gets one from the engine's generator, which config.seed starts: the same calls give the same draws. ValueError
         if the logits of every sample were not finite.
         """
-        prompts, params = _one_each(prompts, sampling_params)
-        checked = self._check(prompts, params)
+        listed, params = one_each(prompts, sampling_params)
+        checked = self._check(listed, params)
         if stream:
             return self._stream(checked, params)
         requests = self._run(checked, params)
@@ -126,21 +122,59 @@ class LLM:
 
     def run(
         self,
-        prompts,
-        sampling_params: SamplingParams | list[SamplingParams] | None = None,
+        prompts: Prompts,
+        sampling_params: Sampling = None,
         between_steps: Callable[[], None] | None = None,
+        more: More | None = None,
     ) -> list[Request]:
         """generate() for programs: the finished requests; their samples (request.sequences) hold arrays.
 
         A prompt is text, a list of ids or an integer array. A sample has token_ids (prompt + completion, int32),
         prompt_length, logprobs (one a completion token), finish_reason, stop_reason; its text is text_of(sample).
-        between_steps is called after each step; if it raises, the requests are aborted. Samples with logits that were
-        not finite have the finish_reason "error", be it all of them.
+        between_steps is called after each step; if it raises, the requests are aborted. more(places, requests) is
+        called with the requests that a step has finished and their places among the prompts; the (prompt,
+        sampling_params) that it returns are queued behind, and their requests are returned too. Samples with logits
+        that were not finite have the finish_reason "error", be it all of them.
         """
-        prompts, params = _one_each(prompts, sampling_params)
-        return self._run(self._check(prompts, params), params, between_steps)
+        listed, params = one_each(prompts, sampling_params)
+        return self._run(self._check(listed, params), params, between_steps, more)
 
-    def chat(self, messages, sampling_params=None, stream: bool = False, tools=None, **template_arguments):
+    @overload
+    def chat(
+        self,
+        messages: Messages,
+        sampling_params: Sampling = None,
+        stream: Literal[False] = False,
+        tools: list[dict] | None = None,
+        **template_arguments: Any,
+    ) -> list[RequestOutput]: ...
+    @overload
+    def chat(
+        self,
+        messages: Messages,
+        sampling_params: Sampling = None,
+        *,
+        stream: Literal[True],
+        tools: list[dict] | None = None,
+        **template_arguments: Any,
+    ) -> Iterator[RequestOutput]: ...
+    @overload
+    def chat(
+        self,
+        messages: Messages,
+        sampling_params: Sampling = None,
+        stream: bool = False,
+        tools: list[dict] | None = None,
+        **template_arguments: Any,
+    ) -> list[RequestOutput] | Iterator[RequestOutput]: ...
+    def chat(
+        self,
+        messages: Messages,
+        sampling_params: Sampling = None,
+        stream: bool = False,
+        tools: list[dict] | None = None,
+        **template_arguments: Any,
+    ) -> list[RequestOutput] | Iterator[RequestOutput]:
         """generate() after the chat template.
 
         messages: one conversation (a list of {"role", "content"}) or a list of them; tools: JSON schemas; further
@@ -148,28 +182,29 @@ class LLM:
         """
         if self.tokenizer is None or not self.tokenizer.has_chat_template:
             raise ValueError("chat needs a tokenizer with a chat template; give generate() text or ids")
-        conversations = [messages] if messages and isinstance(messages[0], dict) else messages
+        conversations: list[Any] = [messages] if messages and isinstance(messages[0], dict) else messages
         prompts = [
             self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tools=tools, **template_arguments)
             for messages in conversations
         ]
         return self.generate(prompts, sampling_params, stream)
 
-    def score(self, sequences: list[list[int]], temperature: float = 1.0) -> list:
+    def score(self, sequences: Iterable[Iterable[int]], temperature: float = 1.0) -> list[np.ndarray]:
         """log p(token t | tokens before it) for t ≥ 1 of each sequence, by the training forward pass.
 
         Returns one float32 array a sequence (float64 for a float64 model), one shorter than the sequence. ValueError
         for a token that cannot be drawn, since the tokenizer does not have it.
         """
-        number = isinstance(temperature, (int, float, np.number)) and not isinstance(temperature, bool)
-        if not (number and math.isfinite(temperature) and temperature > 0):
+        given: object = temperature
+        is_number = isinstance(given, (int, float, np.number)) and not isinstance(given, bool)
+        if not (is_number and math.isfinite(temperature) and temperature > 0):
             raise ValueError(
                 f"temperature must be a finite number above 0, got {temperature!r} (the log-probs of greedy "
                 f"completions are those of temperature=1)"
             )
         longest = self.model.config.max_position_embeddings
-        sequences = [self.core.check_ids(ids, f"sequence {number}") for number, ids in enumerate(sequences)]
-        for number, ids in enumerate(sequences):
+        checked = [self.core.check_ids(ids, f"sequence {number}") for number, ids in enumerate(sequences)]
+        for number, ids in enumerate(checked):
             if len(ids) > longest:
                 raise ValueError(f"sequence {number} has {len(ids)} tokens, the model's limit is {longest}: shorten it")
             if (ids[1:] >= self.vocab_size).any():
@@ -179,7 +214,7 @@ class LLM:
                     f"{self.vocab_size - 1}), so it is never drawn: leave it out, or score without a tokenizer "
                     f"(LLM.from_model(llm.model))"
                 )
-        return token_logprobs(self.model, sequences, temperature, self.vocab_size, self.config.max_num_batched_tokens)
+        return token_logprobs(self.model, checked, temperature, self.vocab_size, self.config.max_num_batched_tokens)
 
     # ---- life cycle ----
 
@@ -204,12 +239,12 @@ class LLM:
     def __enter__(self) -> LLM:
         return self
 
-    def __exit__(self, *_) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     # ---- one request, one step ----
 
-    def add_request(self, prompt, params: SamplingParams, stream: bool = False) -> Request:
+    def add_request(self, prompt: Prompt, params: SamplingParams, stream: bool = False) -> Request:
         """Queue a prompt (text or ids); step() makes it grow, and so does every other call that computes."""
         self._require_awake()
         return self.core.add(*self.core.check_prompt(prompt, params, len(self.core.requests)), params, stream)
@@ -241,30 +276,41 @@ class LLM:
 
     # ---- parts ----
 
-    def _check(self, prompts: list, params: list[SamplingParams]) -> list[tuple[np.ndarray, str | None]]:
+    def _check(self, prompts: list[Prompt], params: list[SamplingParams]) -> Checked:
         """Every prompt is checked before the first is queued."""
         self._require_awake()
         pairs = enumerate(zip(prompts, params, strict=True))
         return [self.core.check_prompt(*pair, number) for number, pair in pairs]
 
-    def _run(self, checked, params, between_steps: Callable[[], None] | None = None) -> list[Request]:
+    def _run(
+        self,
+        checked: Checked,
+        params: list[SamplingParams],
+        between_steps: Callable[[], None] | None = None,
+        more: More | None = None,
+    ) -> list[Request]:
         requests: list[Request] = []
         try:
             for prompt, one in zip(checked, params, strict=True):
                 requests.append(self.core.add(*prompt, one))
-            pending = requests[::-1]
+            pending = list(range(len(requests)))
             while pending:
-                if pending[-1].finished:
-                    pending.pop()
-                else:
-                    self.core.step()
-                    if between_steps is not None:
-                        between_steps()
+                self.core.step()
+                if between_steps is not None:
+                    between_steps()
+                ended = [place for place in pending if requests[place].finished]
+                if not ended:
+                    continue
+                pending = [place for place in pending if not requests[place].finished]
+                added = [] if more is None else more(ended, [requests[place] for place in ended])
+                for prompt, one in added:
+                    pending.append(len(requests))
+                    requests.append(self.core.add(*self._check([prompt], [one])[0], one))
         finally:  # after an error or an interrupt nothing of this call goes on
             self._abandon(requests)
         return requests
 
-    def _stream(self, checked, params) -> Iterator[RequestOutput]:
+    def _stream(self, checked: Checked, params: list[SamplingParams]) -> Iterator[RequestOutput]:
         requests: list[Request] = []
         try:
             for prompt, one in zip(checked, params, strict=True):
@@ -313,19 +359,6 @@ class LLM:
     def _require_awake(self) -> None:
         if not self.core.is_awake:
             raise ValueError("the engine sleeps: call wake_up() first")
-
-
-def _one_each(prompts, sampling_params) -> tuple[list, list[SamplingParams]]:
-    """Prompts as a list, and as many SamplingParams."""
-    first = prompts[0] if isinstance(prompts, (list, np.ndarray)) and len(prompts) else None
-    prompts = [prompts] if isinstance(prompts, str) or isinstance(first, (int, np.integer)) else list(prompts)
-    if not isinstance(sampling_params, list):
-        return prompts, [SamplingParams() if sampling_params is None else sampling_params] * len(prompts)
-    if len(sampling_params) != len(prompts):
-        raise ValueError(
-            f"{len(sampling_params)} sampling_params for {len(prompts)} prompts: give one for all, or one for each"
-        )
-    return prompts, sampling_params
 
 
 def _report_errors(requests: list[Request]) -> None:

@@ -38,7 +38,7 @@ CPU_CACHE_BYTES = 4 << 30  # the KV cache of the CPU grows to this at most unles
 # took in the rollout. The numbers come from the six runs of tests/oracle/memory_plan.py.
 POOL_WASTE = 0.08
 # A sleeping cache costs twice 0.1 s a step. It is worth that only where it then holds this many times more.
-SLEEP_GAIN = 2
+SLEEP_GAIN = 1.4
 PACKED_BYTES = 40  # of one token of a packed batch: ids, positions, mask, and float32 columns
 LARGEST = 4  # items that an error names
 GAPS = "gaps in the pool"

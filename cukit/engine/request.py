@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from ..tokenizer import Tokenizer
 from .config import SamplingParams
 from .text import CompletionText, StopTexts
 
@@ -25,7 +26,7 @@ class Request:
     stop_ids: frozenset[int]  # every id that ends a completion
     stop_texts: StopTexts
     limit: int  # longest prompt + completion
-    tokenizer: object | None = None  # for the text of samples that is read while they grow
+    tokenizer: Tokenizer | None = None  # for the text of samples that is read while they grow
     keeps_cache: bool = False  # finished samples keep their KV, so that a later request may continue them
     sequences: list[Sequence] = field(default_factory=list)
     num_finished: int = 0  # samples that have finished and left the engine
@@ -118,7 +119,7 @@ class Sequence:
         """All but the newest token are computed, and that token was drawn: it needs nothing but a row."""
         return self.num_computed == len(self.ids) - 1 and len(self.ids) > self.prompt_length
 
-    def append(self, token: int, logprob) -> None:
+    def append(self, token: int | np.integer, logprob: np.floating) -> None:
         """Add a drawn token to a sequence without a row."""
         self.ids = np.append(self.ids, np.int32(token))
         self.drawn = np.append(self.drawn.astype(np.asarray(logprob).dtype, copy=False), logprob)
@@ -127,7 +128,7 @@ class Sequence:
         """Finish the sequence if its newest token ends it: by a stop id, then a stop string, then the length."""
         request = self.request
         if token in request.stop_ids:  # never drawn before min_tokens: the sampler bans these ids until then
-            given = token if token in request.params.stop_token_ids else None
+            given = token if token in (request.params.stop_token_ids or ()) else None
             self.finish("stop", request.stop_texts.ids.get(token, given))
         elif self.text is not None and self.text.push(token, self.num_generated > request.params.min_tokens):
             self.finish("stop", self.text.stopped_by)

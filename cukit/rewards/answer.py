@@ -139,7 +139,7 @@ def _is_letter(formula: Formula) -> bool:
     return len(formula) == 1 and isinstance(formula[0], str) and len(formula[0]) == 1 and formula[0].isalpha()
 
 
-def _is_numeric(item) -> bool:
+def _is_numeric(item: str | tuple) -> bool:
     return item[0] in ("frac", "sqrt", "(", "[") if isinstance(item, tuple) else item[0] in DIGITS
 
 

@@ -1,20 +1,26 @@
 """What the built-in rewards read of a row: the text of its completion, and the right answers in its columns."""
 
 import math
+from collections.abc import Callable, Sequence
 from decimal import Decimal
 from numbers import Real
+from typing import TypeVar
 
 import numpy as np
 
 MAX_GOLD_BITS = 1000  # of an integer; about as many digits as the reader of answers takes
 MAX_EXPONENT = 400
 
+Completion = str | list[dict]
+Column = Sequence | None  # of the data: one entry a completion
+T = TypeVar("T")
+
 
 class NumberText(str):
     """An answer that the data gives as a number, not as text, written without an exponent."""
 
 
-def completion_text(completion) -> str:
+def completion_text(completion: Completion) -> str:
     """The text of a completion: itself, or what the last assistant message of a message list says."""
     if isinstance(completion, str):
         return completion
@@ -22,7 +28,7 @@ def completion_text(completion) -> str:
     return spoken[-1] if spoken and isinstance(spoken[-1], str) else ""
 
 
-def gold_texts(count: int, answer, solution, name: str) -> list[list[str]]:
+def gold_texts(count: int, answer: Column, solution: Column, name: str) -> list[list[str]]:
     """For each row the texts of its right answers: of the answer column, or where that has none the solution column.
 
     A list in the data holds several right answers. None, blank text and what is neither text nor a number give none.
@@ -35,13 +41,13 @@ def gold_texts(count: int, answer, solution, name: str) -> list[list[str]]:
     return [[text for gold in row if (text := _text(gold)) is not None] for row in entries]
 
 
-def score(completion, golds: list, is_right) -> float | None:
+def score(completion: Completion, golds: Sequence[T], is_right: Callable[[str, T], bool]) -> float | None:
     """1.0 if `is_right(text of the completion, gold)` for any of the golds, None if there are none."""
     text = completion_text(completion)
     return float(any(is_right(text, gold) for gold in golds)) if golds else None
 
 
-def _text(gold) -> str | None:
+def _text(gold: object) -> str | None:
     if isinstance(gold, str):
         return gold if gold.strip() else None
     if isinstance(gold, (bool, np.bool_)) or not isinstance(gold, (Real, Decimal, np.number)):

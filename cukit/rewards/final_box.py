@@ -1,9 +1,10 @@
 r"""The reward for problems with a formula as their answer, written in \boxed{...} (MATH's form)."""
 
 import re
+from collections.abc import Sequence
 
 from .answer import last_boxed, read, same_answer
-from .columns import gold_texts, score
+from .columns import Column, Completion, gold_texts, score
 from .final_number import MARKER
 
 NO_ANSWER = {"n/a", "none", "null", "nan", "unknown"}
@@ -17,7 +18,9 @@ SENTENCES = re.compile(r"[.!?]\s+[A-Z]|\n\s*\n")
 MAX_WORDS = 8
 
 
-def boxed(completions, answer=None, solution=None, **kwargs) -> list[float | None]:
+def boxed(
+    completions: Sequence[Completion], answer: Column = None, solution: Column = None, **kwargs: object
+) -> list[float | None]:
     r"""1.0 if the completion's last `\boxed{...}` is the answer, up to how it is written (see `answer.same_answer`).
 
     A gold text that holds a box itself (MATH's solutions) stands for what is in it. Another gold must be an answer by

@@ -2,10 +2,13 @@
 
 import re
 from collections import deque
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 
 from .answer import MAX_ANSWER_LENGTH, last_boxed, read
-from .columns import gold_texts, score
+from .columns import Column, Completion, gold_texts, score
+
+Reader = Callable[[str], Fraction | None]
 
 MARKER = "####"
 # A number in running text: with separators and a sign (where no operand stands before it), or a fraction. What is
@@ -20,7 +23,9 @@ DASHES = str.maketrans(dict.fromkeys("\u2010\u2011\u2012\u2013\u2212", "-"))
 EMPHASIS = re.compile(r"\*\*([^*]+)\*\*")
 
 
-def gsm8k(completions, answer=None, solution=None, **kwargs) -> list[float | None]:
+def gsm8k(
+    completions: Sequence[Completion], answer: Column = None, solution: Column = None, **kwargs: object
+) -> list[float | None]:
     r"""1.0 if the number after the completion's last `####` is the answer; None where the row's own can not be read.
 
     The line after `####` holds the answer and nothing that an answer may not carry: `$1,234`, `42.0`, `5/8`, `- 8`,
@@ -32,7 +37,9 @@ def gsm8k(completions, answer=None, solution=None, **kwargs) -> list[float | Non
     return _scores(completions, golds, _marked_number, lambda text: _marked_number(text, guess=True))
 
 
-def gsm8k_strict(completions, answer=None, solution=None, **kwargs) -> list[float | None]:
+def gsm8k_strict(
+    completions: Sequence[Completion], answer: Column = None, solution: Column = None, **kwargs: object
+) -> list[float | None]:
     """1.0 only if the completion ends in `####` and the number with nothing after it: form and stopping count too."""
 
     def bare_number(text: str) -> Fraction | None:
@@ -42,7 +49,9 @@ def gsm8k_strict(completions, answer=None, solution=None, **kwargs) -> list[floa
     return _scores(completions, golds, bare_number, lambda text: bare_number(text) if MARKER in text else None)
 
 
-def _scores(completions, golds: list[list[str]], read_gold, read_completion) -> list[float | None]:
+def _scores(
+    completions: Sequence[Completion], golds: list[list[str]], read_gold: Reader, read_completion: Reader
+) -> list[float | None]:
     found = []
     for completion, texts in zip(completions, golds, strict=True):
         numbers = [number for text in texts if (number := read_gold(text)) is not None]

@@ -249,7 +249,7 @@ def _fraction(over: Formula, under: Formula) -> tuple:
     return ("frac", *parts)
 
 
-def _is_factor(item) -> bool:
+def _is_factor(item: str | tuple) -> bool:
     if isinstance(item, tuple):
         return True
     is_letter = len(item) == 1 and item.isascii() and item.isalpha() and not isinstance(item, Word)

@@ -8,6 +8,8 @@ import traceback
 from collections.abc import Callable, Sequence
 from numbers import Real
 from pathlib import Path
+from types import CodeType, ModuleType
+from typing import Any
 
 import numpy as np
 
@@ -107,7 +109,7 @@ def _takes(function: Callable, keyword: str) -> bool:
     return takes_all or keyword in parameters
 
 
-def _code_of(function: Callable):
+def _code_of(function: Callable) -> CodeType | None:
     function = inspect.unwrap(getattr(function, "func", function))  # a partial's function
     found = function if hasattr(function, "__code__") else type(function).__call__
     return getattr(found, "__code__", None)
@@ -133,11 +135,11 @@ def _where_it_failed(function: Callable, error: BaseException, completions: Sequ
     return f" ({frame.f_code.co_filename}, line {line}{row})"
 
 
-def _shown(completion) -> str:
+def _shown(completion: object) -> str:
     return " ".join(f"{completion!r:.60}".split())
 
 
-def _checked(value, name: str, index: int, completions: Sequence, where: str) -> float | None:
+def _checked(value: Any, name: str, index: int, completions: Sequence, where: str) -> float | None:
     if value is None:
         return None
     if isinstance(value, np.ndarray) and value.ndim == 0:
@@ -158,7 +160,7 @@ def _checked(value, name: str, index: int, completions: Sequence, where: str) ->
     return number
 
 
-def _import_file(path: Path, spec: str):
+def _import_file(path: Path, spec: str) -> ModuleType:
     # Registered under a name of its own: dataclasses and pickling look their module up in sys.modules.
     module_name = f"cukit_reward_{path.stem}_{abs(hash(str(path)))}"
     module_spec = importlib.util.spec_from_file_location(module_name, path)

@@ -1,16 +1,19 @@
 """Rewards that look at the text as it stands: whether it is the answer, and whether a thinking turn has its form."""
 
 import re
+from collections.abc import Sequence
 from fractions import Fraction
 
-from .columns import NumberText, completion_text, gold_texts, score
+from .columns import Column, Completion, NumberText, completion_text, gold_texts, score
 
 PLAIN_NUMBER = re.compile(r"[-+]?[0-9]{1,400}(\.[0-9]{1,400})?")
 # What a chat template may have begun the turn with: an open thought, or an empty one where thinking is off.
 PREFILLED = re.compile(r"<think>\s*(</think>\s*)?\Z")
 
 
-def exact(completions, answer=None, solution=None, **kwargs) -> list[float | None]:
+def exact(
+    completions: Sequence[Completion], answer: Column = None, solution: Column = None, **kwargs: object
+) -> list[float | None]:
     """1.0 if the completion, without white space around it, is the answer; None where the row has none.
 
     An answer that the data gives as a number is compared as a number: for 14.0 the completion `14` is right.
@@ -19,7 +22,9 @@ def exact(completions, answer=None, solution=None, **kwargs) -> list[float | Non
     return [score(completion, texts, _is_exact) for completion, texts in zip(completions, golds, strict=True)]
 
 
-def format(completions, prompt_text=None, **kwargs) -> list[float]:
+def format(
+    completions: Sequence[Completion], prompt_text: Sequence[str] | None = None, **kwargs: object
+) -> list[float]:
     """1.0 if the turn is one thought in <think>…</think> and then the answer, as TRL's `think_format_reward` has it.
 
     The turn begins with <think>, which stands nowhere else in it. A thought that the chat template began (the end of

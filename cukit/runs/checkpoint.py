@@ -12,6 +12,7 @@ import re
 import shutil
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
@@ -19,11 +20,20 @@ from safetensors.numpy import load_file, save_file
 from ..backend import backend_of
 from .files import free_name
 
+if TYPE_CHECKING:
+    from ..models.decoder import Decoder
+
 CHECKPOINT_NAME = re.compile(r"checkpoint-(\d+)")
 STATE_ARRAYS, STATE_JSON = "trainer_state.safetensors", "trainer_state.json"
 WEIGHTS, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
 
 logger = logging.getLogger(__name__)
+
+
+class Saved(Protocol):
+    """What writes its own files, as a tokenizer does."""
+
+    def save(self, folder: str | os.PathLike) -> None: ...
 
 
 class SaveError(OSError):
@@ -37,7 +47,14 @@ def checkpoint_folder(run: str | os.PathLike, step: int) -> Path:
     return Path(run) / f"checkpoint-{step}"
 
 
-def save_checkpoint(folder: str | os.PathLike, model, tokenizer, arrays: dict, state: dict, others=None) -> Path:
+def save_checkpoint(
+    folder: str | os.PathLike,
+    model: "Decoder",
+    tokenizer: Saved | None,
+    arrays: dict,
+    state: dict,
+    others: "dict[str, Decoder] | None" = None,
+) -> Path:
     """Write model, tokenizer (None: no tokenizer) and trainer state to `folder`, replacing an older one of that name.
 
     arrays: name -> array of any device. state: JSON values; everything that an exact resume needs and that is no array
@@ -119,13 +136,13 @@ def set_aside_later(run: str | os.PathLike, step: int) -> list[Path]:
     """Rename the checkpoints after `step`, where a run goes on in another way: no later resume takes them."""
     moved = []
     for path in list_checkpoints(run):
-        if int(CHECKPOINT_NAME.fullmatch(path.name)[1]) > step:
+        if int(path.name.removeprefix("checkpoint-")) > step:
             moved.append(free_name(path.with_name(f"{path.name}.before-{step}")))
             os.rename(path, moved[-1])
     return moved
 
 
-def _number(value):
+def _number(value: object) -> Any:
     """NumPy scalars and arrays in the JSON state."""
     if hasattr(value, "tolist"):
         return value.tolist()
@@ -187,14 +204,14 @@ def _has_its_length(path: Path) -> bool:
     try:
         with open(path, "rb") as file:
             header_size = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(header_size)) if header_size <= size else None
+            header: Any = json.loads(file.read(header_size)) if header_size <= size else None
         ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
     except (ValueError, KeyError, TypeError, AttributeError, IndexError):
         return False
     return size == 8 + header_size + max(ends, default=0)
 
 
-def find_checkpoint(resume_from: str | os.PathLike | bool, run: str | os.PathLike | None) -> Path:
+def find_checkpoint(resume_from: str | os.PathLike | Literal[True], run: str | os.PathLike | None) -> Path:
     """The folder that resume_from_checkpoint means: a checkpoint or run folder, or "latest" (or True) of `run`."""
     if resume_from is True or resume_from == "latest":
         if run is None:

@@ -153,19 +153,27 @@ class MetricsWindow:
 
 
 class Timer:
-    """Adds up wall-clock seconds per phase: `with timer("generate"): ...`, then `timer.pop()` once a step."""
+    """Adds up wall-clock seconds per phase: `with timer("generate"): ...`, then `timer.pop()` once a step.
+
+    A phase within a phase is left out of the outer one.
+    """
 
     def __init__(self):
         self._seconds: dict[str, float] = {}
+        self._within: list[float] = []  # of each open phase: seconds of the phases within
         self._start = time.perf_counter()
 
     @contextmanager
     def __call__(self, phase: str):
         start = time.perf_counter()
+        self._within.append(0.0)
         try:
             yield
         finally:
-            self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - start
+            seconds, within = time.perf_counter() - start, self._within.pop()
+            self._seconds[phase] = self._seconds.get(phase, 0.0) + seconds - within
+            if self._within:
+                self._within[-1] += seconds
 
     def pop(self) -> dict[str, float]:
         """{"time/<phase>": seconds, ..., "step_time": seconds since the last pop}; starts anew."""

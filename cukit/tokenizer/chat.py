@@ -3,10 +3,12 @@
 import json
 from collections.abc import Sequence
 from datetime import datetime
+from typing import NoReturn
 
 import jinja2
 import jinja2.ext
 import jinja2.nodes
+import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 # Roles of other formats, and what templates call them.
@@ -22,7 +24,9 @@ class ChatTemplates:
         self._compiled: dict[str, jinja2.Template] = {}
         self._checked: set = set()
 
-    def render(self, messages: Sequence[dict], add_generation_prompt: bool, tools: list[dict] | None, arguments) -> str:
+    def render(
+        self, messages: Sequence[dict], add_generation_prompt: bool, tools: list[dict] | None, arguments: dict
+    ) -> str:
         """The text of a chat. ValueError if the template raises or leaves out what a message says."""
         for index, message in enumerate(messages):
             _check_message(index, message)
@@ -77,7 +81,7 @@ class ChatTemplates:
                 raise ValueError(f"{wheres[index]}: the chat template leaves out what it says; {hint}")
 
 
-def _check_message(index: int, message) -> None:
+def _check_message(index: int, message: object) -> None:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise ValueError(f"message {index} must be an object with a 'role', got {message!r:.80}")
     where, content = f"message {index} (role {message['role']!r})", message.get("content")
@@ -122,7 +126,7 @@ class _GenerationTag(jinja2.ext.Extension):
 
     tags = {"generation"}
 
-    def parse(self, parser):
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return jinja2.nodes.Scope(body, lineno=line)
@@ -131,10 +135,16 @@ class _GenerationTag(jinja2.ext.Extension):
 def _environment() -> ImmutableSandboxedEnvironment:
     """The environment transformers renders chat templates in: no loader, no attributes that begin with _."""
 
-    def raise_exception(message):
+    def raise_exception(message: str) -> NoReturn:
         raise jinja2.TemplateError(message)
 
-    def tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
+    def tojson(
+        value: object,
+        ensure_ascii: bool = False,
+        indent: int | None = None,
+        separators: tuple[str, str] | None = None,
+        sort_keys: bool = False,
+    ) -> str:
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
     environment = ImmutableSandboxedEnvironment(

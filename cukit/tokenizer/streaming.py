@@ -4,6 +4,8 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from .tokenizer import Tokenizer
 
 # A UTF-8 character has at most 4 bytes, so at most 3 replacement characters at the end of a text may still become one.
@@ -22,7 +24,9 @@ class IncrementalDecoder:
     is wrong, to U+FFFD a byte. The text of a run is therefore given out when the run has ended.
     """
 
-    def __init__(self, tokenizer: "Tokenizer", prompt_ids: Sequence[int] = (), skip_special_tokens: bool = True):
+    def __init__(
+        self, tokenizer: "Tokenizer", prompt_ids: "Sequence[int] | np.ndarray" = (), skip_special_tokens: bool = True
+    ):
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
         # Only a short window is decoded again: the ids of the last piece given out and those after it.
@@ -58,14 +62,19 @@ class IncrementalDecoder:
 
 
 def text_after(
-    tokenizer: "Tokenizer", prompt_ids: Sequence[int], ids: Iterable[int], skip_special_tokens: bool = True
+    tokenizer: "Tokenizer",
+    prompt_ids: "Sequence[int] | np.ndarray",
+    ids: Iterable[int],
+    skip_special_tokens: bool = True,
 ) -> str:
     """The text that `ids` add to a prompt: what IncrementalDecoder gives piece by piece."""
     context, printed = _context(tokenizer, prompt_ids, skip_special_tokens)
     return tokenizer.decode([*context, *ids], skip_special_tokens)[printed:]
 
 
-def _context(tokenizer: "Tokenizer", prompt_ids: Sequence[int], skip_special_tokens: bool) -> tuple[list[int], int]:
+def _context(
+    tokenizer: "Tokenizer", prompt_ids: "Sequence[int] | np.ndarray", skip_special_tokens: bool
+) -> tuple[list[int], int]:
     """(the last ids of the prompt that show anything, back to before its last byte run; characters that are certain)"""
     context: list[int] = []
     for token_id in reversed(prompt_ids):

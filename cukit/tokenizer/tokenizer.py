@@ -5,6 +5,7 @@ import os
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import tokenizers
 
@@ -145,7 +146,7 @@ class Tokenizer:
         add_generation_prompt: bool = False,
         tools: list[dict] | None = None,
         tokenize: bool = True,
-        **template_arguments,
+        **template_arguments: object,
     ) -> list[int] | str:
         """The ids of a rendered chat, or with `tokenize=False` its text (see `render_chat`)."""
         text = self.render_chat(messages, add_generation_prompt, tools, **template_arguments)
@@ -156,7 +157,7 @@ class Tokenizer:
         messages: Sequence[dict],
         add_generation_prompt: bool = False,
         tools: list[dict] | None = None,
-        **template_arguments,
+        **template_arguments: object,
     ) -> str:
         """The text of `messages` ({"role", "content", ...} each), as the chat template has it.
 
@@ -279,7 +280,7 @@ def _content(token: str | dict) -> str:
     return token["content"] if isinstance(token, dict) and isinstance(token.get("content"), str) else str(token)
 
 
-def _id_list(value, key: str, folder: str) -> list[int]:
+def _id_list(value: Any, key: str, folder: str) -> list[int]:
     values = value if isinstance(value, list) else [] if value is None else [value]
     if not all(type(entry) is int and entry >= 0 for entry in values):
         raise ValueError(f"{folder}: {key} must be an id or a list of ids, got {value!r:.60}")

@@ -76,7 +76,3 @@ def token_weights(
     if loss_type in ("dapo", "cispo"):
         return np.full(len(lengths), 1.0 / max(tokens if num_items is None else num_items, 1.0))
     raise ValueError(f"loss_type {loss_type!r} is not known: choose grpo, bnpo, dr_grpo, dapo or cispo")
-
-
-# loss_type -> the per-token formula (backend policy_loss.LOSSES)
-POLICY_KINDS = {"grpo": "clip", "bnpo": "clip", "dr_grpo": "clip", "dapo": "clip", "cispo": "cispo"}

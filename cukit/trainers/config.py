@@ -1,4 +1,4 @@
-"""One options class a trainer; names, defaults and meaning are TRL's.
+"""Options of every trainer, and of SFT (GRPO: grpo_config.py); names, defaults and meaning are TRL's.
 
 Values stay as they were given (None stays None). A value that follows from several of them is a property.
 """
@@ -7,16 +7,13 @@ import logging
 import math
 from typing import Any
 
-from ..datasets.config import PromptOptions, RowOptions
-from ..engine.config import EngineConfig, SamplingOptions, SamplingParams
+from ..datasets.config import RowOptions
 from ..models.config import DTYPES
 from ..options import (
     LARGEST_SEED,
     Options,
     check_choices,
     check_range,
-    flat_values,
-    nearest,
     nested,
     option,
     require,
@@ -187,180 +184,3 @@ class SFTConfig(TrainerConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_range(self, "max_length", 2)
-
-
-LOSS_TYPES = ("dapo", "grpo", "bnpo", "dr_grpo", "cispo")
-GENERATION_KWARGS = {"stop_strings": "stop", "eos_token_id": "stop_token_ids"}  # generate()'s name -> vLLM's
-
-
-class GRPOConfig(TrainerConfig):
-    """Group relative policy optimisation; names, defaults and meaning as in TRL.
-
-    The engine's options are nested (`args.engine`, flat for the user), so are the sampling options beyond TRL's own
-    names. TRL's generation_kwargs is another spelling of these options.
-    """
-
-    group = "loss"
-    exclusive = (*EXCLUSIVE, ("generation_batch_size", "steps_per_generation"))
-
-    learning_rate: float = option(1e-6, "peak learning rate of AdamW", group="training")
-    eval_on_start: bool = option(True, "evaluate before the first and after the last step", group="evaluation")
-    reward_funcs: list[str] | None = option(
-        None, "rewards by name (exact, boxed, gsm8k, …) or path/file.py:function", group="rewards"
-    )
-    reward_weights: list[float] | None = option(None, "weight of each reward; default: 1 each", group="rewards")
-    scale_rewards: str = option(
-        "group", "divide advantages by the std of this", ("group", "batch", "none"), group="rewards"
-    )
-    num_generations: int = option(8, "completions per prompt (the group), at least 2", group="generation")
-    num_generations_eval: int | None = option(
-        None, "sampled completions per prompt in evaluations; default: 1, greedy", group="evaluation"
-    )
-    generation_batch_size: int | None = option(
-        None, "completions drawn at once; or give steps_per_generation", group="generation"
-    )
-    steps_per_generation: int | None = option(
-        None, "micro-batches a generation; default: gradient_accumulation_steps", group="generation"
-    )
-    num_iterations: int = option(1, "passes over each generation batch", group="training")
-    max_completion_length: int = option(512, "longest completion in tokens", group="generation")
-    temperature: float = option(1.0, "sampling temperature; training divides logits by it too", group="generation")
-    min_p: float | None = option(
-        None, "tokens at least this probable relative to the best; default: off", group="generation"
-    )
-    sampling: SamplingOptions = nested(SamplingOptions)
-    generation_kwargs: dict | None = option(None, "sampling options as JSON (TRL's spelling)", group="generation")
-    chat_template_kwargs: dict | None = option(None, "arguments of the chat template, as JSON", group="generation")
-    loss_type: str = option("dapo", "how token losses are averaged (cispo: other loss)", LOSS_TYPES)
-    beta: float = option(0.0, "weight of the KL to the reference model; 0 loads none")
-    epsilon: float = option(0.2, "the probability ratio is clipped below 1 - epsilon")
-    epsilon_high: float | None = option(None, "and above 1 + epsilon_high; default: epsilon (cispo: the ratio's cap)")
-    delta: float | None = option(None, "upper bound of the ratio for negative advantages (two-sided clip)")
-    importance_sampling_level: str = option("token", "ratio per token, or per sequence (GSPO)", ("token", "sequence"))
-    use_bias_correction_kl: bool = option(False, "multiply the KL by the importance ratio")
-    mask_truncated_completions: bool = option(False, "leave completions cut at max_completion_length out of the loss")
-    sync_ref_model: bool = option(False, "move the reference model towards the policy")
-    ref_model_mixup_alpha: float = option(0.6, "reference = alpha * policy + (1 - alpha) * reference")
-    ref_model_sync_steps: int = option(512, "steps between those moves")
-    prompts: PromptOptions = nested(PromptOptions)
-    engine: EngineConfig = nested(EngineConfig, without=("seed",))
-
-    @classmethod
-    def respelled(cls, values: dict[str, Any]) -> dict[str, Any]:
-        values = super().respelled(values)
-        if isinstance(values.get("scale_rewards"), bool):  # TRL's older form
-            values = values | {"scale_rewards": "group" if values["scale_rewards"] else "none"}
-        if isinstance(values.get("generation_kwargs"), dict):
-            values = dict(values)
-            values |= _generation_kwargs(values.pop("generation_kwargs"), values)
-        return values
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(
-            self.num_generations != 1,
-            "num_generations=1 leaves nothing to compare a completion with; it must be at least 2",
-        )
-        for name, low in (
-            ("num_generations", 2),
-            ("num_generations_eval", 1),
-            ("num_iterations", 1),
-            ("max_completion_length", 1),
-            ("generation_batch_size", 1),
-            ("steps_per_generation", 1),
-            ("ref_model_sync_steps", 1),
-            ("beta", 0),
-            ("epsilon", 0),
-            ("epsilon_high", 0),
-        ):
-            check_range(self, name, low)
-        for name in ("min_p", "ref_model_mixup_alpha"):
-            check_range(self, name, 0, 1)
-        for name in ("temperature", "delta"):
-            check_range(self, name, 0, open_low=True)
-        require(
-            self.min_tokens <= self.max_completion_length,
-            f"min_tokens={self.min_tokens} must not exceed max_completion_length={self.max_completion_length}",
-        )
-        require(
-            not (self.sync_ref_model and self.beta == 0), "sync_ref_model needs a reference model: set beta above 0"
-        )
-        weights, rewards = self.reward_weights, self.reward_funcs
-        require(
-            weights is None or rewards is None or len(weights) == len(rewards),
-            f"reward_weights has {len(weights or [])} values for {len(rewards or [])} reward_funcs; give one each",
-        )
-        self._check_generation_size()
-
-    def _check_generation_size(self) -> None:
-        """What must divide what."""
-        size, accumulation = self.per_device_train_batch_size, self.gradient_accumulation_steps
-        batch, steps = self.generation_batch_size, self.steps_per_generation
-        if batch is not None:
-            require(
-                batch % size == 0,
-                f"generation_batch_size={batch} must be a multiple of "
-                f"per_device_train_batch_size={size}; {batch} % {size} = {batch % size}",
-            )
-            require(
-                steps in (None, batch // size),
-                f"generation_batch_size={batch} / per_device_train_batch_size={size} = {batch // size} but "
-                f"steps_per_generation={steps}; give only one",
-            )
-        batch, group = self.generation_size, self.num_generations
-        steps = batch // size
-        require(
-            batch % group == 0,
-            f"the generation batch of {batch} completions (per_device_train_batch_size={size} * "
-            f"steps_per_generation={steps}) must be a multiple of num_generations={group}; "
-            f"{batch} % {group} = {batch % group}",
-        )
-        # An optimizer step that spanned two generation batches would average over different policies.
-        require(
-            steps % accumulation == 0,
-            f"steps_per_generation={steps} must be a multiple of gradient_accumulation_steps={accumulation}; "
-            f"{steps} % {accumulation} = {steps % accumulation}",
-        )
-
-    @property
-    def generation_size(self) -> int:
-        """Completions drawn at once."""
-        if self.generation_batch_size is not None:
-            return self.generation_batch_size
-        return self.per_device_train_batch_size * (self.steps_per_generation or self.gradient_accumulation_steps)
-
-    @property
-    def num_slices(self) -> int:
-        """Optimizer batches in a generation batch."""
-        return self.generation_size // self.per_device_train_batch_size // self.gradient_accumulation_steps
-
-    def sampling_params(self, **changes: Any) -> SamplingParams:
-        """The training rollouts' SamplingParams (with log-probs), with `changes` applied."""
-        values = flat_values(self.sampling) | {
-            "temperature": self.temperature,
-            "min_p": self.min_p or 0.0,
-            "max_tokens": self.max_completion_length,
-            "logprobs": True,
-        }
-        return SamplingParams(**(values | changes))
-
-
-def _generation_kwargs(kwargs: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
-    """TRL's generation_kwargs as options; ValueError for a name that is none, or that contradicts its option."""
-    known = [*SamplingOptions.options(), "temperature", "min_p"]
-    found: dict[str, Any] = {}
-    for key, value in kwargs.items():
-        name = GENERATION_KWARGS.get(key, key)
-        if name in ("max_tokens", "max_new_tokens"):
-            name = "max_completion_length"
-        elif name not in known:
-            raise ValueError(
-                f"generation_kwargs has {key!r}, which is no sampling option{nearest(str(key), known)}; there are "
-                f"{', '.join(known)}"
-            )
-        require(
-            name not in values or values[name] == value,
-            f"generation_kwargs has {key}={value!r} but {name}={values.get(name)!r}; give only one",
-        )
-        found[name] = value
-    return found

@@ -6,30 +6,35 @@ GRPO: Shao et al. 2024 ("DeepSeekMath"); DAPO: Yu et al. 2025; Dr. GRPO: Liu et 
 from __future__ import annotations
 
 import math
-import time
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
+from typing import Any
 
 import numpy as np
 
-from ..autograd import no_grad
+from ..autograd import Tensor, no_grad
 from ..datasets.demonstrations import encode_prompts, fit_prompts
-from ..datasets.sampler import batches_an_epoch
+from ..datasets.sampler import EpochSampler, batches_an_epoch
 from ..datasets.sources import prompt_rows
+from ..engine.memory import Plan
 from ..engine.shapes import ModelUse
 from ..models.decoder import Decoder
 from ..models.logprobs import packed_logprobs
 from ..ops import policy_loss
 from ..ops.policy_loss import MAX_LOG_RATIO, STATS
 from ..options import flat_values
-from .advantage import POLICY_KINDS, group_advantages
+from ..tokenizer import Tokenizer
 from .batch import PackedBatch, Rows
-from .config import GRPOConfig
-from .rewarding import RewardScorer, completion_rows, evaluation_metrics, sample_metrics
-from .rollout import Rollout, Samples, pack_samples, prompt_seed
-from .trainer import Trainer
+from .callbacks import TrainerCallback
+from .curriculum import CurriculumSampler
+from .evaluation import evaluate
+from .generation import Generation
+from .grpo_config import LOSS_TYPES, GRPOConfig
+from .rewarding import RewardScorer
+from .rollout import Rollout
+from .trainer import DataSource, ModelSource, Trainer
 
-SILENT_BATCHES = 10  # generation batches without any reward after which the user is told
-EVALUATION = 2**63  # the "step" in the seeds of sampled evaluations: one that no training step has
+Reward = str | Callable[..., Any]
 
 
 class GRPOTrainer(Trainer):
@@ -51,18 +56,19 @@ class GRPOTrainer(Trainer):
     """
 
     label = "grpo"
+    args: GRPOConfig
 
     def __init__(
         self,
-        model,
-        reward_funcs=None,
-        args=None,
-        train_dataset=None,
-        eval_dataset=None,
-        processing_class=None,
-        callbacks=(),
-        device="auto",
-        dtype="auto",
+        model: ModelSource,
+        reward_funcs: Reward | Sequence[Reward] | None = None,
+        args: GRPOConfig | None = None,
+        train_dataset: DataSource | None = None,
+        eval_dataset: DataSource | None = None,
+        processing_class: Tokenizer | None = None,
+        callbacks: Iterable[TrainerCallback] = (),
+        device: str = "auto",
+        dtype: str = "auto",
     ):
         args = args or GRPOConfig()
         reward_funcs = reward_funcs if reward_funcs is not None else args.reward_funcs
@@ -77,11 +83,11 @@ class GRPOTrainer(Trainer):
         self.rollout = Rollout(self.model, self.tokenizer, self.plan.sleeps_cache, **engine)
         self.reference = self.model.frozen_copy() if args.beta else None
         self._batch: PackedBatch | None = None
-        self._warned_cut, self._silent_batches = False, 0
+        self.generation = Generation(self)
 
     # ---- rows and steps ----
 
-    def prepare_rows(self, rows, name):
+    def prepare_rows(self, rows: list[dict], name: str) -> list[tuple[dict, list[int]]]:
         """[(row, prompt ids)]. A prompt beyond max_prompt_length, or that leaves no room for a completion, is refused,
         skipped or cut, as overlong_prompts says.
         """
@@ -102,7 +108,14 @@ class GRPOTrainer(Trainer):
             self.say(f"{name}: {said}")
         return list(zip(rows, prompts, strict=True))
 
-    def plan_memory(self, *more, **sizes):
+    def make_sampler(self, num_rows: int) -> EpochSampler:
+        args = self.args
+        if args.curriculum == "none":
+            return super().make_sampler(num_rows)
+        given = (args.seed, args.shuffle_dataset, args.curriculum, args.curriculum_patience)
+        return CurriculumSampler(num_rows, *given)
+
+    def plan_memory(self, *more: ModelUse, **sizes: Any) -> Plan:
         args, use = self.args, self.model
         reference = [ModelUse("reference", use.config, use.dtype)] if args.beta else []
         longest = max(len(ids) for _, ids in self.train_rows) + args.max_completion_length
@@ -111,105 +124,38 @@ class GRPOTrainer(Trainer):
         return super().plan_memory(*reference, *more, engine=args.engine, **sizes)
 
     @property
-    def _slices(self):
+    def _slices(self) -> int:
         """Optimizer batches in a generation batch."""
         return self.args.num_slices
 
     @property
-    def _updates_a_generation(self):
+    def _updates_a_generation(self) -> int:
         return self._slices * self.args.num_iterations
 
     @property
-    def _prompts_a_generation(self):
+    def _prompts_a_generation(self) -> int:
         return self.args.generation_size // self.args.num_generations
 
-    def count_steps(self):
+    def count_steps(self) -> int:
         args = self.args
         if args.max_steps > 0:
             return args.max_steps
         generations = args.num_train_epochs * batches_an_epoch(len(self.train_rows), self._prompts_a_generation)
         return max(1, math.ceil(generations)) * self._updates_a_generation
 
-    def make_batch(self, step):
-        metrics = {}
+    def make_batch(self, step: int) -> tuple[list[Rows], dict]:
+        metrics: dict = {}
         place = step % self._updates_a_generation
         if place == 0:
-            self._batch, metrics = self._generate(step // self._updates_a_generation)
+            self._batch, metrics = self.generation.batch(step // self._updates_a_generation)
+        assert self._batch is not None
         micro_batches = self._batch.micro_batches(place % self._slices, self.args.max_tokens_per_batch)
         self._on_policy = place == 0
         return micro_batches, metrics | {"step_tokens": sum(rows.num_learnt for rows in micro_batches)}
 
-    # ---- generation ----
-
-    def _generate(self, generation: int):
-        """Draw and reward the generation batch number `generation`; returns it and its metrics."""
-        args = self.args
-        picked = [self.train_rows[i] for i in self.sampler.take(self._prompts_a_generation)]
-        with self.timer("generate"):
-            samples = self.rollout.generate(
-                [ids for _, ids in picked],
-                args.sampling_params(n=args.num_generations),
-                [prompt_seed(args.seed, generation, place) for place in range(len(picked))],
-                self.raise_if_stopped,
-            )
-        rows = [picked[group][0] for group in samples.groups]
-        with self.timer("reward"), self.interruptible():
-            rewards, by_function = self.scorer(rows, samples, self.tokenizer)
-        sizes = np.bincount(samples.groups, minlength=len(picked))
-        advantages, mean, std = group_advantages(rewards, sizes, args.scale_rewards)
-        batch = pack_samples(samples, rewards, advantages, args, self._slices, generation, self.model.dtype)
-        batch = batch.to(self.model.backend)
-        if self.reference is not None:
-            with self.timer("reference"):
-                batch.ref_logprobs = self._reference_logprobs(batch)
-        self.num_tokens += sum(map(len, samples.token_ids))
-        metrics = sample_metrics(samples) | self.scorer.metrics(by_function, rewards, mean, std)
-        self._show(rows[: sizes[0]], samples, rewards, by_function, advantages)
-        self._warn(samples, rewards)
-        return batch, metrics
-
-    def _show(self, rows: list[dict], samples: Samples, rewards, by_function, advantages):
-        """The first group into completions.jsonl, and its first completion on the screen if that is wanted."""
-        if self.logger is not None:
-            self.logger.log_completions(
-                self.global_step + 1, completion_rows(rows, samples, self.scorer.names, by_function, advantages)
-            )
-        if self.args.log_completions and (self.global_step + 1) % self.args.logging_steps == 0:
-            self.say(f"prompt {rows[0]['prompt']!r}\ncompletion {samples.texts[0]!r} reward {rewards[0]:g}")
-
-    def _warn(self, samples: Samples, rewards: np.ndarray):
-        """Say once what most often makes a run learn nothing: cut-off completions, and a reward that is never given."""
-        if failed := int(samples.failed.sum()):
-            self.say(
-                f"step {self.global_step + 1}: {failed} of {len(samples)} completions failed, since the model's "
-                "log-probabilities are not finite; left out"
-            )
-        if not self._warned_cut and samples.truncated.mean() > 0.5:
-            self._warned_cut = True
-            self.say(
-                f"warning: {samples.truncated.mean():.0%} of the completions were cut off at max_completion_length="
-                f"{self.args.max_completion_length}; raise it unless that is what you want"
-            )
-        self._silent_batches = self._silent_batches + 1 if not np.any(np.nan_to_num(rewards) != 0) else -math.inf
-        if self._silent_batches == SILENT_BATCHES:
-            self.say(
-                f"warning: every reward of the first {SILENT_BATCHES} generation batches was 0; "
-                "look at completions.jsonl"
-            )
-
-    def _reference_logprobs(self, batch: PackedBatch):
-        """The reference's log-probabilities of the learnt tokens, on the device."""
-        found = self.model.backend.empty(batch.targets.shape, batch.logprobs.dtype)
-        with no_grad():
-            for first, last in batch.cut(self.args.max_tokens_per_batch):
-                rows = Rows(batch, first, last)
-                logprobs, _ = packed_logprobs(self.reference, rows.tokens, self.args.temperature)
-                rows.of(found)[...] = logprobs.data
-        return found
-
     # ---- the loss ----
 
-    def compute_loss(self, rows: Rows):
+    def compute_loss(self, rows: Rows) -> tuple[Tensor, dict[str, np.ndarray]]:
         with nullcontext() if rows.has_gradient else no_grad():
             logprobs, entropy = packed_logprobs(self.model, rows.tokens, self.args.temperature)
             loss, extra = self.policy_loss(logprobs, rows)
@@ -225,7 +171,7 @@ class GRPOTrainer(Trainer):
             }
         return loss, extra
 
-    def policy_loss(self, logprobs, rows: Rows):
+    def policy_loss(self, logprobs: Tensor, rows: Rows) -> tuple[Tensor, dict[str, np.ndarray]]:
         """The loss of some rows of an optimizer batch, a scalar Tensor, and {name: array} for step_metrics.
 
         logprobs: Tensor (N,), of the learnt tokens as the policy is now. rows has as arrays (N,) what belongs to them:
@@ -239,7 +185,7 @@ class GRPOTrainer(Trainer):
             rows.ref_logprobs,
             rows.advantages,
             rows.weights,
-            kind=POLICY_KINDS[args.loss_type],
+            kind=LOSS_TYPES[args.loss_type],
             eps_low=args.epsilon,
             eps_high=args.epsilon if args.epsilon_high is None else args.epsilon_high,
             delta=args.delta,
@@ -249,7 +195,7 @@ class GRPOTrainer(Trainer):
         )
         return loss, {"stats": stats}
 
-    def step_metrics(self, sums):
+    def step_metrics(self, sums: dict) -> dict:
         if not sums:  # nothing counted
             return {}
         tokens = max(float(sums["tokens"]), 1.0)
@@ -281,46 +227,29 @@ class GRPOTrainer(Trainer):
             "clip_ratio/region_mean": low + high,
         }
 
-    def weights_changed(self):
+    def weights_changed(self) -> None:
         self.rollout.weights_changed()
 
-    def after_update(self):
-        if self.args.sync_ref_model and (self.global_step + 1) % self.args.ref_model_sync_steps == 0:
+    def after_update(self) -> None:
+        due = self.args.sync_ref_model and (self.global_step + 1) % self.args.ref_model_sync_steps == 0
+        if due and self.reference is not None:
             self.reference.store.mix_from(self.model.store, self.args.ref_model_mixup_alpha)
 
     # ---- evaluation, checkpoints ----
 
-    def run_evaluation(self):
-        """Greedy completions of eval_dataset (num_generations_eval: that many sampled ones) and their rewards.
+    def run_evaluation(self) -> dict:
+        return evaluate(self)
 
-        eval/accuracy: see rewarding.accuracy; eval/frac_reward_none is the share of completions left out of it.
-        """
-        args, started = self.args, time.perf_counter()
-        count, seeds = args.num_generations_eval or 1, None
-        sampling = args.sampling_params(n=count, logprobs=False)
-        if args.num_generations_eval is None:
-            sampling.temperature = 0.0
-        else:
-            seeds = [prompt_seed(args.seed, EVALUATION, place) for place in range(len(self.eval_rows))]
-        samples = self.rollout.generate([ids for _, ids in self.eval_rows], sampling, seeds, self.raise_if_stopped)
-        rows = [self.eval_rows[group][0] for group in samples.groups]
-        with self.interruptible():
-            rewards, by_function = self.scorer(rows, samples, self.tokenizer)
-        if self.logger is not None:
-            shown = completion_rows(rows[:32], samples, self.scorer.names, by_function)
-            self.logger.log_completions(self.global_step, shown)
-        metrics = evaluation_metrics(self.scorer.names, samples, rewards, by_function)
-        return metrics | {"eval/runtime": time.perf_counter() - started}
-
-    def method_state(self):
-        arrays = {}
+    def method_state(self) -> tuple[dict, dict]:
+        arrays: dict = {}
         if self.global_step % self._updates_a_generation:
+            assert self._batch is not None
             arrays |= {f"batch.{name}": value for name, value in self._batch.to_arrays().items()}
-        if self.args.sync_ref_model:
+        if self.reference is not None and self.args.sync_ref_model:
             arrays |= {f"reference.{name}": value for name, value in self.reference.parts().items()}
         return arrays, {"updates_a_generation": self._updates_a_generation}
 
-    def load_method_state(self, arrays, values):
+    def load_method_state(self, arrays: dict, values: dict) -> None:
         if values["updates_a_generation"] != self._updates_a_generation:
             raise ValueError(
                 f"the checkpoint made {values['updates_a_generation']} updates a generation batch, this run makes "
@@ -328,7 +257,7 @@ class GRPOTrainer(Trainer):
             )
         batch = {name.removeprefix("batch."): value for name, value in arrays.items() if name.startswith("batch.")}
         self._batch = PackedBatch.from_arrays(batch).to(self.model.backend) if batch else None
-        if self.args.sync_ref_model:
+        if self.reference is not None and self.args.sync_ref_model:
             parts = {name.removeprefix("reference."): x for name, x in arrays.items() if name.startswith("reference.")}
             _load_parts(self.reference, parts)
 

@@ -83,15 +83,22 @@ class Rollout:
         sampling: SamplingParams,
         seeds: list[int] | None = None,
         between_steps: Callable[[], None] | None = None,
+        more: Callable[[list[int], Samples], list[tuple]] | None = None,
     ) -> Samples:
         """sampling.n completions of each prompt (ids). seeds: one a prompt (sample j adds j); None for greedy.
 
-        between_steps is called after every engine step; if it raises, no request is left behind. ValueError if the
-        model's numbers are finite in no completion at all.
+        between_steps is called after every engine step; if it raises, no request is left behind. more(places, samples)
+        is called with the completions of prompts that have ended; the (prompt, seed) pairs that it returns join the
+        others. ValueError if the model's numbers are finite in no completion at all.
         """
         params = [replace(sampling, seed=None if seeds is None else seeds[i]) for i in range(len(prompts))]
+
+        def further(places, requests):
+            return [(ids, replace(sampling, seed=seed)) for ids, seed in more(places, _samples(self.llm, requests))]
+
         self.llm.wake_up()
-        samples = _samples(self.llm, self.llm.run(prompts, params, between_steps))
+        requests = self.llm.run(prompts, params, between_steps, None if more is None else further)
+        samples = _samples(self.llm, requests)
         if self.sleeps:
             self.llm.sleep()
         if len(samples) and samples.failed.all():

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from ..autograd import no_grad
+from ..autograd import Tensor, no_grad
 from ..backend import backend_for
 from ..datasets.demonstrations import encode_sft_rows
 from ..datasets.sampler import batches_an_epoch, pack_bins
+from ..engine.memory import Plan
+from ..engine.shapes import ModelUse
 from ..models.decoder import Decoder
 from ..models.logprobs import predicting_states
 from ..models.weights import load_config
 from ..ops import lm_head_logprobs
 from .batch import PackedBatch, Rows
+from .config import SFTConfig
 from .trainer import Trainer
+
+Example = tuple[np.ndarray, np.ndarray]  # ids int32 and mask bool of a demonstration, each (length,)
 
 
 class SFTTrainer(Trainer):
@@ -29,15 +36,16 @@ class SFTTrainer(Trainer):
     """
 
     label = "sft"
+    args: SFTConfig
 
-    def load_model(self, folder, device, dtype):
+    def load_model(self, folder: Path, device: str, dtype: str) -> Decoder:
         if not self.args.init_from_config:
             return super().load_model(folder, device, dtype)
         model = Decoder(load_config(folder), backend_for(device), dtype)
         model.init_weights(self.args.seed)
         return model
 
-    def prepare_rows(self, rows, name):
+    def prepare_rows(self, rows: list[dict], name: str) -> list[list[Example]]:
         """A list of rows to draw from, each a list of (ids, mask): one demonstration, or several with `packing`.
 
         ids int32 and mask bool are arrays (length,).
@@ -60,36 +68,36 @@ class SFTTrainer(Trainer):
                 )
         if self.args.completion_only_loss is False:
             examples = [(ids, [1] * len(ids)) for ids, _ in examples]
-        examples = [(np.asarray(ids, np.int32), np.asarray(mask, bool)) for ids, mask in examples]
+        arrays = [(np.asarray(ids, np.int32), np.asarray(mask, bool)) for ids, mask in examples]
         if self.args.packing and name == "train_dataset":
             return [
-                [examples[i] for i in chosen]
-                for chosen in pack_bins([len(ids) for ids, _ in examples], self.args.max_length)
+                [arrays[i] for i in chosen]
+                for chosen in pack_bins([len(ids) for ids, _ in arrays], self.args.max_length)
             ]
-        return [[example] for example in examples]
+        return [[example] for example in arrays]
 
-    def plan_memory(self, *more, **sizes):
+    def plan_memory(self, *more: ModelUse, **sizes: Any) -> Plan:
         lengths = sorted(sum(len(ids) for ids, _ in row) for row in self.train_rows)[-self._rows_a_step() :]
         tokens = sum(lengths)
         sizes = {"packed_tokens": tokens, "longest_sequence": lengths[-1], "step_tokens": tokens} | sizes
         return super().plan_memory(*more, **sizes)
 
-    def count_steps(self):
+    def count_steps(self) -> int:
         if self.args.max_steps > 0:
             return self.args.max_steps
         epoch = batches_an_epoch(len(self.train_rows), self._rows_a_step())
         return max(1, math.ceil(self.args.num_train_epochs * epoch))
 
-    def _rows_a_step(self):
+    def _rows_a_step(self) -> int:
         return self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps
 
-    def make_batch(self, step):
+    def make_batch(self, step: int) -> tuple[list[Rows], dict]:
         chosen = self.sampler.take(self._rows_a_step())
         batch = self._pack([example for row in chosen for example in self.train_rows[row]])
         self.num_tokens += batch.num_tokens
         return batch.micro_batches(0, self.args.max_tokens_per_batch), {"step_tokens": batch.num_tokens}
 
-    def _pack(self, examples) -> PackedBatch:
+    def _pack(self, examples: list[Example]) -> PackedBatch:
         """Demonstrations as a batch on the device, each learnt token with the weight of a mean over all of them."""
         be = self.model.backend
         batch = PackedBatch.build([ids for ids, _ in examples], np.concatenate([mask for _, mask in examples]))
@@ -97,7 +105,7 @@ class SFTTrainer(Trainer):
         batch.weights = np.full(count, 1.0 / max(count, 1), be.accumulator(self.model.dtype))
         return batch.to(be)
 
-    def compute_loss(self, rows: Rows):
+    def compute_loss(self, rows: Rows) -> tuple[Tensor, dict[str, np.ndarray]]:
         tokens = rows.tokens
         hidden = predicting_states(self.model, tokens)
         head = self.model.lm_head.weight
@@ -108,7 +116,7 @@ class SFTTrainer(Trainer):
             "correct": self._count_correct(hidden.data, tokens.targets),
         }
 
-    def _count_correct(self, hidden, targets, chunk_rows=4096):
+    def _count_correct(self, hidden: np.ndarray, targets: np.ndarray, chunk_rows: int = 4096) -> np.ndarray:
         """How many targets are the most probable token (an extra product with the head, without the tape)."""
         be, head, limit = self.model.backend, self.model.lm_head.weight.data, self.model.vocab_size
         starts = range(0, len(targets), chunk_rows)
@@ -117,13 +125,14 @@ class SFTTrainer(Trainer):
             (be.linear_forward(hidden[part], head)[:, :limit].argmax(axis=1) == targets[part]).sum() for part in parts
         )
 
-    def step_metrics(self, sums):
+    def step_metrics(self, sums: dict) -> dict:
         count = max(float(sums["learnt"]), 1.0)
         return {"entropy": float(sums["entropy"]) / count, "mean_token_accuracy": float(sums["correct"]) / count}
 
-    def run_evaluation(self):
+    def run_evaluation(self) -> dict:
         """eval/loss, eval/mean_token_accuracy, eval/entropy: means over all learnt tokens of eval_dataset."""
-        be, total = self.model.backend, {}
+        be = self.model.backend
+        total: dict[str, float] = {}
         batch = self._pack([example for row in self.eval_rows for example in row])
         with no_grad():
             for rows in batch.micro_batches(0, self.args.max_tokens_per_batch):

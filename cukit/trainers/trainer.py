@@ -8,11 +8,16 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from ..autograd import Tensor
 from ..datasets.columns import dataset_rows
 from ..datasets.sampler import EpochSampler
 from ..engine.config import EngineConfig
@@ -20,12 +25,14 @@ from ..engine.memory import Plan, plan_memory
 from ..engine.shapes import ModelUse
 from ..models.decoder import Decoder
 from ..models.weights import load_model, model_folder, save_model
-from ..optim import learning_rate_factor
+from ..optim import AdamW, learning_rate_factor
 from ..options import flat_values
-from ..runs.metrics import Timer
+from ..runs.metrics import MetricsLogger, Timer
+from ..runs.progress import Progress
 from ..runs.signals import StopSignal
 from ..tokenizer import Tokenizer
 from .callbacks import TrainerCallback, call_callbacks
+from .config import TrainerConfig
 from .loop import Run
 from .state import POLICY, TrainedModel
 
@@ -33,48 +40,58 @@ __all__ = ["Trainer", "TrainerCallback"]
 
 logger = logging.getLogger(__name__)
 
+ModelSource = str | os.PathLike | Decoder
+DataSource = str | os.PathLike | Iterable[dict]  # what load_rows takes: a file, a name of the hub, rows
+
 
 class Trainer(ABC):
     """See SFTTrainer and GRPOTrainer. `model`: a model folder, or a Decoder (then with processing_class)."""
 
     label = "run"
+    args: TrainerConfig
 
     def __init__(
         self,
-        model,
-        args,
-        train_dataset,
-        eval_dataset=None,
-        processing_class=None,
-        callbacks=(),
-        device="auto",
-        dtype="auto",
+        model: ModelSource,
+        args: TrainerConfig,
+        train_dataset: DataSource,
+        eval_dataset: DataSource | None = None,
+        processing_class: Tokenizer | None = None,
+        callbacks: Iterable[TrainerCallback] = (),
+        device: str = "auto",
+        dtype: str = "auto",
     ):
         self.args, self.callbacks = args, list(callbacks)
-        self.run_folder = self.run = self.logger = self.progress = None
+        self.run_folder: Path | None = None
+        self.run: Run | None = None
+        self.logger: MetricsLogger | None = None
+        self.progress: Progress | None = None
         device, dtype = (
             chosen if chosen != "auto" else given for chosen, given in ((device, args.device), (dtype, args.dtype))
         )
         self.model_name = None if isinstance(model, Decoder) else str(model)
-        if isinstance(model, Decoder) and processing_class is None:
-            raise ValueError("a model that is already loaded needs its tokenizer: give processing_class")
-        if not isinstance(model, Decoder):
-            model = model_folder(model)
-        self.tokenizer = processing_class or Tokenizer.from_folder(model)
-        if not isinstance(model, Decoder):
-            model = self.load_model(model, device, dtype)
+        if isinstance(model, Decoder):
+            if processing_class is None:
+                raise ValueError("a model that is already loaded needs its tokenizer: give processing_class")
+            self.tokenizer = processing_class
+        else:
+            folder = model_folder(model)
+            self.tokenizer = processing_class or Tokenizer.from_folder(folder)
+            model = self.load_model(folder, device, dtype)
         model.gradient_checkpointing = args.gradient_checkpointing
         model.limit_vocabulary(self.tokenizer.vocab_size)
         self.models = {POLICY: TrainedModel(POLICY, model)}
-        self.train_rows, self.eval_rows = self.read_rows(train_dataset, "train_dataset"), []
-        self.sampler = EpochSampler(len(self.train_rows), args.seed, args.shuffle_dataset)
+        self.train_rows = self.read_rows(train_dataset, "train_dataset")
+        self.eval_rows: list = []
+        self.sampler = self.make_sampler(len(self.train_rows))
         if eval_dataset is not None:
             self.eval_rows = self.read_rows(eval_dataset, "eval_dataset")
         elif args.evaluates != "no":
             raise ValueError(f"eval_strategy={args.evaluates} needs an eval_dataset")
         self.total_steps = self.count_steps()
         self.plan = self.plan_memory()
-        self.global_step, self.num_tokens, self.evaluations = 0, 0, []
+        self.global_step, self.num_tokens = 0, 0
+        self.evaluations: list[tuple[int, dict]] = []
         self.evaluation_due = False
         self.timer, self._stop = Timer(), StopSignal()
 
@@ -84,11 +101,11 @@ class Trainer(ABC):
         return self.models[POLICY].model
 
     @property
-    def optimizer(self):
+    def optimizer(self) -> AdamW | None:
         """The policy's AdamW; None before the run begins."""
         return self.models[POLICY].optimizer
 
-    def read_rows(self, dataset, name: str) -> list:
+    def read_rows(self, dataset: Any, name: str) -> list:
         """The prepared rows of train_dataset or eval_dataset: anything that cukit.datasets.sources.load_rows takes."""
         try:
             rows = dataset_rows(dataset, self.args.rows, "train" if name == "train_dataset" else "test")
@@ -96,17 +113,26 @@ class Trainer(ABC):
             raise ValueError(f"{name}: {error}") from None
         return self.prepare_rows(rows, name)
 
+    @property
+    def _optimizers(self) -> dict[str, AdamW]:
+        """Those of all models, by the models' names; none before the run begins."""
+        return {name: one.optimizer for name, one in self.models.items() if one.optimizer is not None}
+
     # ---- hooks of a method; those that are not abstract may stay as they are ----
 
-    def load_model(self, folder, device: str, dtype: str) -> Decoder:
+    def load_model(self, folder: Path, device: str, dtype: str) -> Decoder:
         return load_model(folder, device, dtype)
 
     @abstractmethod
     def prepare_rows(self, rows: list[dict], name: str) -> list:
         """Tokenise and check the rows once, before anything runs."""
 
+    def make_sampler(self, num_rows: int) -> EpochSampler:
+        """The order of the training rows; its state goes into checkpoints."""
+        return EpochSampler(num_rows, self.args.seed, self.args.shuffle_dataset)
+
     def plan_memory(
-        self, *more: ModelUse, engine: EngineConfig | None = None, step_tokens: int | None = None, **sizes
+        self, *more: ModelUse, engine: EngineConfig | None = None, step_tokens: int | None = None, **sizes: Any
     ) -> Plan:
         """What the run will hold on its device; ValueError if a card has no room for it.
 
@@ -144,7 +170,7 @@ class Trainer(ABC):
         """
 
     @abstractmethod
-    def compute_loss(self, micro_batch):
+    def compute_loss(self, micro_batch: Any) -> tuple[Tensor, dict[str, np.ndarray]]:
         """(loss Tensor, {name: array}) of one micro-batch. A step adds them up; of names max/… it takes the largest."""
 
     @abstractmethod
@@ -173,7 +199,7 @@ class Trainer(ABC):
 
     # ---- the public face ----
 
-    def train(self, resume_from_checkpoint=None) -> dict:
+    def train(self, resume_from_checkpoint: str | os.PathLike | bool | None = None) -> dict:
         """Run to the last step and return the last logged metrics. resume_from_checkpoint: a checkpoint or run folder,
         or "latest".
 
@@ -200,7 +226,7 @@ class Trainer(ABC):
         self.timer.pop()  # the next step's time is its own
         return metrics
 
-    def save_model(self, folder):
+    def save_model(self, folder: str | os.PathLike) -> None:
         """Write a Hugging Face model folder: config.json, model.safetensors and the tokenizer's files."""
         save_model(self.model, folder)
         self.tokenizer.save(folder)
@@ -223,7 +249,7 @@ class Trainer(ABC):
         """RunStopped if the run is to end soon: for phases that change no weight, between their parts."""
         self._stop.raise_if_requested()
 
-    def interruptible(self):
+    def interruptible(self) -> AbstractContextManager[None]:
         """`with trainer.interruptible():` around a user's code (a reward): a stop ends it there and then."""
         return self._stop.interruptible()
 
@@ -237,7 +263,7 @@ class Trainer(ABC):
         """A line for the user above the progress display; a log line where there is no display."""
         self.progress.message(text) if self.progress is not None else logger.warning(text)
 
-    def call(self, event: str, *arguments) -> None:
+    def call(self, event: str, *arguments: object) -> None:
         """Call the hook `event` of every callback."""
         call_callbacks(self.callbacks, event, self, *arguments)
 
@@ -245,7 +271,8 @@ class Trainer(ABC):
 
     def train_step(self) -> dict:
         """One optimizer step; returns its metrics. Whatever ends it before the update leaves the state of before it."""
-        before = self.sampler.state_dict(), self.num_tokens
+        run, before = self.run, (self.sampler.state_dict(), self.num_tokens)
+        assert run is not None
         epochs_before = int(self.sampler.epochs_done)
         try:
             micro_batches, metrics = self.make_batch(self.global_step)
@@ -255,11 +282,11 @@ class Trainer(ABC):
         except BaseException:
             self.sampler.load_state(before[0])
             self.num_tokens = before[1]
-            for trained in self.models.values():
-                trained.optimizer.zero_grad()
+            for optimizer in self._optimizers.values():
+                optimizer.zero_grad()
             raise
-        with self.timer("train"), self.run.update():
-            update = self._update(has_gradient)
+        with self.timer("train"), run.update():
+            update = self._update(run, has_gradient)
             self.global_step += 1
         self.evaluation_due = self._evaluates_now(int(self.sampler.epochs_done) > epochs_before)
         metrics |= self.step_metrics(sums) | {"loss": loss} | update
@@ -268,14 +295,15 @@ class Trainer(ABC):
         tokens = metrics.pop("step_tokens", 0)
         return metrics | times | {"tokens_per_second": tokens / max(times["step_time"], 1e-9)}
 
-    def _accumulate(self, micro_batches) -> tuple[float, dict, bool]:
+    def _accumulate(self, micro_batches: list) -> tuple[float, dict, bool]:
         """Forward and backward of every micro-batch -> (loss, sums of the arrays on the host, was there a gradient)."""
-        be, sums, has_gradient = self.model.backend, {}, False
+        be, has_gradient = self.model.backend, False
+        sums: dict[str, Any] = {}
         for micro_batch in micro_batches:
             loss, extra = self.compute_loss(micro_batch)
             if loss.requires_grad:
                 has_gradient = True
-                loss.backward(loss.data * 0 + self.optimizer.loss_scale)
+                loss.backward(loss.data * 0 + self._optimizers[POLICY].loss_scale)
             for name, value in (extra | {"loss": loss.data}).items():
                 combine = np.maximum if name.startswith("max/") else np.add
                 sums[name] = combine(sums[name], value) if name in sums else value
@@ -283,19 +311,19 @@ class Trainer(ABC):
         sums = {name: be.to_numpy(value).astype(np.float64) for name, value in sums.items()}
         return float(sums.pop("loss", 0.0)), sums, has_gradient
 
-    def _update(self, has_gradient: bool) -> dict:
+    def _update(self, run: Run, has_gradient: bool) -> dict:
         """Step every optimizer; returns the metrics of the update.
 
         A step with nothing to learn changes nothing: no weight, no moment, no count of Adam's. The learning rate goes
         by the steps of the run all the same, so that it ends where the schedule says.
         """
-        args = self.args
+        args, optimizers = self.args, self._optimizers
         warmup = args.num_warmup_steps(self.total_steps)
         factor = learning_rate_factor(args.lr_scheduler_type, self.global_step, self.total_steps, warmup)
         metrics = {"grad_norm": 0.0, "learning_rate": args.learning_rate * factor}
         applied = skipped = False
-        for name, trained in self.models.items() if has_gradient else ():
-            norm, updated = trained.optimizer.step(args.learning_rate * factor)
+        for name, optimizer in optimizers.items() if has_gradient else ():
+            norm, updated = optimizer.step(args.learning_rate * factor)
             applied |= updated
             skipped |= not math.isfinite(norm)
             metrics["grad_norm" if name == POLICY else f"grad_norm/{name}"] = norm
@@ -306,15 +334,15 @@ class Trainer(ABC):
         if applied:
             self.weights_changed()
             self.after_update()
-        self.run.count_update(applied, skipped)
-        metrics["skipped_updates"] = self.optimizer.skipped
-        if self.optimizer.loss_scale != 1:
-            metrics["loss_scale"] = self.optimizer.loss_scale
+        run.count_update(applied, skipped)
+        metrics["skipped_updates"] = optimizers[POLICY].skipped
+        if optimizers[POLICY].loss_scale != 1:
+            metrics["loss_scale"] = optimizers[POLICY].loss_scale
         return metrics
 
     def _evaluates_now(self, epoch_ended: bool) -> bool:
         """Whether an evaluation is due after the step that just ended."""
         args, step = self.args, self.global_step
-        by_steps = args.evaluates == "steps" and step % args.eval_steps == 0
+        by_steps = args.evaluates == "steps" and args.eval_steps is not None and step % args.eval_steps == 0
         by_epoch = args.evaluates == "epoch" and epoch_ended
         return by_steps or by_epoch or (args.eval_on_start and step == self.total_steps)

@@ -11,6 +11,7 @@ from cukit.backend import backend_for
 from cukit.bench import GenerateBench, KernelsBench, TrainBench
 from cukit.bench.cases import Workbench, all_cases, visible_pairs
 from cukit.bench.generate import workloads
+from cukit.bench.grpo import by_place, number_tokenizer
 from cukit.bench.kernels import CACHE_BYTES, chosen_cases
 from cukit.bench.measure import Limits, peak_memory, random_array, time_calls
 from cukit.bench.report import cells, headline
@@ -248,6 +249,27 @@ def test_train(capsys, tmp_path):
         (False, 36, 21),
     ]
     assert all(row["tokens_per_s"] > 0 and row["peak_gb"] > 0 for row in report["rows"])
+
+
+def test_grpo(capsys, tmp_path):
+    shape = ["--prompts", "2", "--num_generations", "3", "--prompt_length", "5", "--max_completion_length", "7"]
+    printed, report = run(capsys, tmp_path, "grpo", *shape, "--repeats", "2", "--beta", "0.1")
+    assert is_shown(report, printed) and len(report["rows"]) == 2
+    for row in report["rows"]:
+        assert (row["samples"], row["tokens"]) == (6, 6 * (5 + 7))
+        phases = [row[f"{name}_seconds"] for name in ("generate", "reward", "reference", "train", "other")]
+        assert min(phases) > 0 and sum(phases) == pytest.approx(row["seconds"])
+        assert 0 <= row["largest_difference"] < 1e-4 and row["peak_gb"] > 0
+
+
+def test_grpo_rewards_differ_in_every_group():
+    rewards = by_place(["x"] * 64)
+    assert all(len(set(rewards[start : start + 8])) > 1 for start in range(0, 64, 8))
+
+
+def test_grpo_tokens_keep_their_value_on_the_way_through_text():
+    tokenizer, ids = number_tokenizer(300), [299, 0, 17, 17, 256]
+    assert tokenizer.encode(" ".join(map(str, ids))) == ids and tokenizer.vocab_size == 300
 
 
 def test_a_folder_brings_its_weights(capsys, tmp_path):

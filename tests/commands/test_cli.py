@@ -14,7 +14,8 @@ import cukit_cli
 from cukit.commands.generate import generation_defaults
 from cukit.commands.parser import make
 from cukit.runs.metrics import read_jsonl
-from cukit.trainers.config import GRPOConfig, SFTConfig
+from cukit.trainers.config import SFTConfig
+from cukit.trainers.grpo_config import GRPOConfig
 
 ROOT = Path(__file__).parents[2]
 

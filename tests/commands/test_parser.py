@@ -12,7 +12,8 @@ from cukit.commands import trl_names
 from cukit.commands.argv import option_name
 from cukit.commands.parser import command_options, make, parse
 from cukit.options import flat_values
-from cukit.trainers.config import GRPOConfig, SFTConfig
+from cukit.trainers.config import SFTConfig
+from cukit.trainers.grpo_config import GRPOConfig
 
 GRPO = ("grpo", "--model", "m")
 

@@ -126,6 +126,9 @@ def test_a_cache_that_fits_stays_awake_and_one_that_does_not_sleeps():
     assert small.sleeps_cache and small.num_kv_blocks > 2 * (small.limit - small.phase_bytes("training")) // 1_835_008
     assert small.peak_bytes <= small.limit and small.phase_bytes("training") < small.phase_bytes("rollout")
     assert "sleeps in training" in small.table()
+    middle = plan_memory(POLICY, engine, card(29 * GB), max_tokens_per_batch=16_384)
+    awake = (middle.limit - middle.phase_bytes("training")) // 1_835_008
+    assert middle.sleeps_cache and 1.4 * awake < middle.num_kv_blocks < 2 * awake
     given = plan_memory(POLICY, replace(engine, num_kv_blocks=6000), card(24 * GB), max_tokens_per_batch=16_384)
     assert given.sleeps_cache and given.num_kv_blocks == 6000
 

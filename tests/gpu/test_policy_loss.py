@@ -8,7 +8,8 @@ import pytest
 from check import check_kernel, statistics
 
 from cukit.backend import backend_for
-from cukit.trainers.advantage import POLICY_KINDS, token_weights
+from cukit.trainers.advantage import token_weights
+from cukit.trainers.grpo_config import LOSS_TYPES
 
 pytestmark = pytest.mark.gpu
 GOLDEN = np.load(Path(__file__).parents[1] / "golden" / "policy_losses.npz", allow_pickle=False)
@@ -47,7 +48,7 @@ def test_golden(name):
     new, old, ref, advantages, weights = (x.astype(np.float32).reshape(-1) for x in arrays)
     cu_seqlens = np.arange(0, mask.size + 1, mask.shape[1], dtype=np.int32) if case["level"] == "sequence" else None
     settings = (
-        POLICY_KINDS[case["loss_type"]],
+        LOSS_TYPES[case["loss_type"]],
         case["eps_low"],
         case["eps_high"],
         case["delta"],

@@ -9,7 +9,8 @@ import pytest
 from cukit.autograd import Tensor
 from cukit.backend.numpy.policy_loss import policy_loss_forward
 from cukit.ops.policy_loss import MAX_LOG_RATIO, STATS, policy_loss
-from cukit.trainers.advantage import POLICY_KINDS, token_weights
+from cukit.trainers.advantage import token_weights
+from cukit.trainers.grpo_config import LOSS_TYPES
 
 GOLDEN = np.load(Path(__file__).parents[1] / "golden" / "policy_losses.npz", allow_pickle=False)
 CASES = json.loads(str(GOLDEN["grpo/cases"]))
@@ -42,7 +43,7 @@ def run(case, new, old, ref, advantages, weights, cu_seqlens):
         ref if case["beta"] else None,
         advantages,
         weights,
-        kind=POLICY_KINDS[case["loss_type"]],
+        kind=LOSS_TYPES[case["loss_type"]],
         eps_low=case["eps_low"],
         eps_high=case["eps_high"],
         delta=case["delta"],
@@ -206,7 +207,7 @@ def test_equal_rewards_still_feel_the_kl():
         assert leaf.grad.any() == (beta > 0)
 
 
-@pytest.mark.parametrize("loss_type", POLICY_KINDS)
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
 @pytest.mark.parametrize("rows_each", [1, 4])
 def test_splitting_the_batch_changes_nothing(loss_type, rows_each):
     """16 rows at once = 4 × 4 = 16 × 1, to float64 rounding, an empty row included."""
@@ -218,9 +219,7 @@ def test_splitting_the_batch_changes_nothing(loss_type, rows_each):
 
     def grad(tokens):
         leaf = Tensor(new[tokens], requires_grad=True)
-        loss, _ = policy_loss(
-            leaf, old[tokens], None, advantages[tokens], weights[tokens], kind=POLICY_KINDS[loss_type]
-        )
+        loss, _ = policy_loss(leaf, old[tokens], None, advantages[tokens], weights[tokens], kind=LOSS_TYPES[loss_type])
         loss.backward()
         return loss.item(), leaf.grad
 

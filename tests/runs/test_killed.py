@@ -1,5 +1,6 @@
 """Runs in processes of their own: killed at random moments, stopped from outside, without room, without a reader."""
 
+import json
 import os
 import random
 import re
@@ -16,7 +17,7 @@ from cukit.runs.checkpoint import latest_checkpoint, list_checkpoints, newest_mo
 from cukit.runs.metrics import read_jsonl
 
 ROOT = Path(__file__).parents[2]
-# A run of 20 steps of a tiny model that says each step: `python -c WORKER FOLDER`.
+# A run of 20 steps of a tiny model that says each step: `python -c WORKER FOLDER [OPTIONS as JSON]`.
 WORKER = """
 import json, sys
 from pathlib import Path
@@ -43,7 +44,8 @@ model.init_weights(0)
 rows = [{"prompt": "1" * (i + 1) + "="} for i in range(10)]
 args = GRPOConfig(output_dir=sys.argv[1], learning_rate=1e-2, max_steps=20, logging_steps=2, save_steps=3,
                   save_total_limit=2, per_device_train_batch_size=16, steps_per_generation=2, num_generations=4,
-                  max_completion_length=6, eval_steps=4, lr_scheduler_type="cosine", warmup_steps=2)
+                  max_completion_length=6, eval_steps=4, lr_scheduler_type="cosine", warmup_steps=2,
+                  **json.loads(sys.argv[2] if len(sys.argv) > 2 else "{}"))
 trainer = GRPOTrainer(model, [ones], args, rows, rows[:3], Tokenizer.from_folder(folder), callbacks=[Say()])
 trainer.train(resume_from_checkpoint="latest" if latest_checkpoint(sys.argv[1]) else None)
 """
@@ -71,12 +73,16 @@ def rows_of(run):
     ]
 
 
-def test_a_run_killed_at_random_moments_ends_as_if_nothing_had_happened(tmp_path):
+DYNAMIC = {"dynamic_sampling": True, "max_num_gen_batches": 3, "curriculum": "both", "curriculum_patience": 3}
+
+
+@pytest.mark.parametrize("options", [{}, DYNAMIC], ids=["plain", "dynamic"])
+def test_a_run_killed_at_random_moments_ends_as_if_nothing_had_happened(tmp_path, options):
     """kill -9 three times, a random time after a random step; then the run goes on: equal bits, nothing left over."""
     straight, cut, moments = tmp_path / "straight", tmp_path / "cut", random.Random(20261128)
-    first = start(WORKER, straight)
+    first = start(WORKER, straight, json.dumps(options))
     for _ in range(3):
-        process = start(WORKER, cut)
+        process = start(WORKER, cut, json.dumps(options))
         steps = moments.randint(4, 6)  # of this life: the first checkpoint comes after three
         for line in process.stdout:
             steps -= line.startswith("done")
@@ -86,10 +92,11 @@ def test_a_run_killed_at_random_moments_ends_as_if_nothing_had_happened(tmp_path
         process.kill()
         _, errors = process.communicate()
         assert process.returncode == -signal.SIGKILL and latest_checkpoint(cut) is not None, errors
-    _, errors = start(WORKER, cut).communicate(timeout=60)
+    _, errors = start(WORKER, cut, json.dumps(options)).communicate(timeout=60)
     assert newest_model(cut) == cut, errors
     assert first.wait(60) == 0
     assert rows_of(cut) == rows_of(straight)
+    assert any("dynamic_sampling/num_gen_batches" in row for row in rows_of(cut)) == bool(options)
     assert (cut / "model.safetensors").read_bytes() == (straight / "model.safetensors").read_bytes()
     assert [path.name for path in list_checkpoints(cut)] == ["checkpoint-18", "checkpoint-20"]
     assert all(why_not_whole(path) is None for path in list_checkpoints(cut)) and not list(cut.glob(".checkpoint*"))

@@ -81,6 +81,7 @@ def paged_decode_attention(qkv, k_cache, v_cache, block_tables, context_lens, nu
     kernels.paged_decode_chunks(
         (chunks, num_kv_heads * head_tiles, batch),
         32,
+        out,
         partial_out,
         partial_stats,
         qkv,
@@ -94,9 +95,11 @@ def paged_decode_attention(qkv, k_cache, v_cache, block_tables, context_lens, nu
         block_tables.shape[1],
         LOG2_E * head_dim**-0.5,
     )
-    kernels.paged_decode_merge(
-        (num_heads, batch), -(-head_dim // 32) * 32, out, partial_out, partial_stats, context_lens, num_heads, chunks
-    )
+    if chunks > 1:
+        block = -(-head_dim // 32) * 32
+        kernels.paged_decode_merge(
+            (num_heads, batch), block, out, partial_out, partial_stats, context_lens, num_heads, chunks
+        )
     return out
 
 

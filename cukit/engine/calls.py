@@ -1,0 +1,53 @@
+"""What a call of LLM takes and what it gives."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from .config import SamplingParams
+
+Prompt = str | Iterable[int]  # text, or ids: a list or an integer array
+Prompts = str | list[int] | Iterable[Prompt]  # one, or several; an integer array is one too
+Messages = list[dict] | list[list[dict]]  # one conversation, or several
+Sampling = SamplingParams | list[SamplingParams] | None  # for all prompts, or one for each
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One sample. While it grows (stream=True) finish_reason is None, and text holds whole characters only."""
+
+    index: int
+    text: str
+    token_ids: list[int]  # the stop token and the tokens of a stop string included; the text is cut before them
+    logprobs: list[float] | None  # of softmax(logits / temperature), one a token; None unless params.logprobs
+    # "stop": an end-of-text token, a stop_token_id or a stop string; "length": max_tokens or max_model_len;
+    # "abort"; "error": the model's logits were not finite (the tokens before that are kept)
+    finish_reason: str | None
+    stop_reason: int | str | None  # the stop_token_id or stop string that ended it; None for the end-of-text token
+    text_delta: str = ""  # with stream=True: what text gained since the last output of this request
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    index: int  # place of the prompt in the call
+    prompt: str | None  # None for a prompt given as ids
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    num_cached_tokens: int  # prompt tokens that the prefix cache gave
+
+
+def one_each(prompts: Prompts, sampling_params: Sampling) -> tuple[list[Prompt], list[SamplingParams]]:
+    """Prompts as a list, and as many SamplingParams."""
+    first = prompts[0] if isinstance(prompts, (list, np.ndarray)) and len(prompts) else None
+    is_one = isinstance(prompts, str) or isinstance(first, (int, np.integer))
+    listed: list[Any] = [prompts] if is_one else list(prompts)
+    if not isinstance(sampling_params, list):
+        return listed, [SamplingParams() if sampling_params is None else sampling_params] * len(listed)
+    if len(sampling_params) != len(listed):
+        raise ValueError(
+            f"{len(sampling_params)} sampling_params for {len(listed)} prompts: give one for all, or one for each"
+        )
+    return listed, sampling_params

@@ -1,0 +1,121 @@
+"""The generation batches of a run: completions are drawn, rewarded, given their advantages and packed."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from ..autograd import no_grad
+from ..models.logprobs import packed_logprobs
+from .advantage import group_advantages
+from .batch import PackedBatch, Rows
+from .dynamic_sampling import Replacements
+from .rewarding import completion_rows, sample_metrics
+from .rollout import Samples, pack_samples, prompt_seed
+
+SILENT_BATCHES = 10  # generation batches without any reward after which the user is told
+
+
+class Generation:
+    """What a GRPOTrainer trains on, a generation batch at a time."""
+
+    def __init__(self, trainer):
+        self.trainer = trainer
+        self._warned_cut, self._silent_batches = False, 0
+
+    def batch(self, number: int) -> tuple[PackedBatch, dict]:
+        """Draw and reward the generation batch of this number; returns it, on the device, and its metrics."""
+        trainer, args = self.trainer, self.trainer.args
+        data_rows, samples, rewards, by_function, kept, metrics = self._draw(number)
+        rows = [trainer.train_rows[data_rows[group]][0] for group in samples.groups]
+        _, mean, std = group_advantages(rewards, np.bincount(samples.groups), args.scale_rewards)
+        metrics |= sample_metrics(samples) | trainer.scorer.metrics(by_function, rewards, mean, std)
+        if args.curriculum != "none":
+            for place, row in enumerate(data_rows):
+                trainer.sampler.observe(row, mean[place], std[place])
+            metrics |= trainer.sampler.metrics()
+        trainer.num_tokens += sum(map(len, samples.token_ids))
+        self._warn(samples, rewards)
+        if kept is not None:
+            chosen = np.flatnonzero(np.isin(samples.groups, kept))
+            rows, samples = [rows[place] for place in chosen], samples.rows(chosen)
+            rewards, by_function = rewards[chosen], by_function[chosen]
+        sizes = np.unique(samples.groups, return_counts=True)[1]
+        advantages, _, _ = group_advantages(rewards, sizes, args.scale_rewards)
+        batch = pack_samples(samples, rewards, advantages, args, args.num_slices, number, trainer.model.dtype)
+        batch = batch.to(trainer.model.backend)
+        if trainer.reference is not None:
+            with trainer.timer("reference"):
+                batch.ref_logprobs = self._reference_logprobs(batch)
+        self._show(rows[: sizes[0]], samples, rewards, by_function, advantages)
+        return batch, metrics
+
+    def _draw(self, number: int) -> tuple:
+        """(data row of each group, samples, rewards, rewards by function, groups to train on or None, metrics)."""
+        trainer, args = self.trainer, self.trainer.args
+        data_rows = trainer.sampler.take(args.generation_size // args.num_generations)
+
+        def score(places, samples):
+            rows = [trainer.train_rows[data_rows[places[group]]][0] for group in samples.groups]
+            with trainer.timer("reward"), trainer.interruptible():
+                return trainer.scorer(rows, samples, trainer.tokenizer)
+
+        def one_more():
+            data_rows.extend(trainer.sampler.take(1))
+            return trainer.train_rows[data_rows[-1]][1], prompt_seed(args.seed, number, len(data_rows) - 1)
+
+        most = len(data_rows) * args.max_num_gen_batches
+        replacements = Replacements(len(data_rows), most, score, one_more) if args.dynamic_sampling else None
+        with trainer.timer("generate"):
+            samples = trainer.rollout.generate(
+                [trainer.train_rows[row][1] for row in data_rows],
+                args.sampling_params(n=args.num_generations),
+                [prompt_seed(args.seed, number, place) for place in range(len(data_rows))],
+                trainer.raise_if_stopped,
+                replacements,
+            )
+        if replacements is None:
+            return data_rows, samples, *score(range(len(data_rows)), samples), None, {}
+        return data_rows, samples, *replacements.scores(), replacements.kept(), replacements.metrics(samples)
+
+    def _reference_logprobs(self, batch: PackedBatch):
+        """The reference's log-probabilities of the learnt tokens, on the device."""
+        reference, args = self.trainer.reference, self.trainer.args
+        found = reference.backend.empty(batch.targets.shape, batch.logprobs.dtype)
+        with no_grad():
+            for first, last in batch.cut(args.max_tokens_per_batch):
+                rows = Rows(batch, first, last)
+                logprobs, _ = packed_logprobs(reference, rows.tokens, args.temperature)
+                rows.of(found)[...] = logprobs.data
+        return found
+
+    def _show(self, rows: list[dict], samples: Samples, rewards, by_function, advantages):
+        """The first group into completions.jsonl, and its first completion on the screen if that is wanted."""
+        trainer, step = self.trainer, self.trainer.global_step + 1
+        if trainer.logger is not None:
+            shown = completion_rows(rows, samples, trainer.scorer.names, by_function, advantages)
+            trainer.logger.log_completions(step, shown)
+        if trainer.args.log_completions and step % trainer.args.logging_steps == 0:
+            trainer.say(f"prompt {rows[0]['prompt']!r}\ncompletion {samples.texts[0]!r} reward {rewards[0]:g}")
+
+    def _warn(self, samples: Samples, rewards: np.ndarray):
+        """Say once what most often makes a run learn nothing: cut-off completions, and a reward that is never given."""
+        trainer = self.trainer
+        if failed := int(samples.failed.sum()):
+            trainer.say(
+                f"step {trainer.global_step + 1}: {failed} of {len(samples)} completions failed, since the model's "
+                "log-probabilities are not finite; left out"
+            )
+        if not self._warned_cut and samples.truncated.mean() > 0.5:
+            self._warned_cut = True
+            trainer.say(
+                f"warning: {samples.truncated.mean():.0%} of the completions were cut off at max_completion_length="
+                f"{trainer.args.max_completion_length}; raise it unless that is what you want"
+            )
+        self._silent_batches = self._silent_batches + 1 if not np.any(np.nan_to_num(rewards) != 0) else -math.inf
+        if self._silent_batches == SILENT_BATCHES:
+            trainer.say(
+                f"warning: every reward of the first {SILENT_BATCHES} generation batches was 0; "
+                "look at completions.jsonl"
+            )
