@@ -13,6 +13,7 @@ from cukit.bench import GenerateBench, GRPOBench, KernelsBench, TrainBench
 from cukit.commands.bench import bench_generate, bench_grpo, bench_kernels, bench_train
 from cukit.commands.chat import TINY_MODEL, ChatOptions, chat
 from cukit.commands.command import Command
+from cukit.commands.data import PrepareOptions, ShowOptions, data_prepare, data_show
 from cukit.commands.doctor import doctor
 from cukit.commands.evaluate import TEST_ROWS, EvalOptions, evaluate
 from cukit.commands.generate import GenerateOptions, generate
@@ -56,6 +57,7 @@ COMMANDS = {
             "cukit chat --model runs/grpo-001            # with the newest model of a run; /help in it shows more",
             'cukit chat --model FOLDER --system_prompt "Answer in one word." --temperature 0.7',
         ),
+        words="prompt",
         bundled={"model": TINY_MODEL},
     ),
     "generate": Command(
@@ -63,10 +65,11 @@ COMMANDS = {
         "answer a prompt",
         (GenerateOptions,),
         examples=(
-            'cukit generate --model FOLDER --prompt "What is the capital of France?"',
+            'cukit generate --model FOLDER "What is the capital of France?"',
             "echo 2+9+9-6 | cukit generate --temperature 0",
             'cukit generate --model FOLDER --raw --prompt "Once upon a time" --n 4',
         ),
+        words="prompt",
         bundled={"model": TINY_MODEL},
     ),
     "eval": Command(
@@ -88,6 +91,26 @@ COMMANDS = {
             "cukit report runs/grpo-001 runs/grpo-002 --output both.html",
         ),
         words="runs",
+    ),
+    "data prepare": Command(
+        data_prepare,
+        "write a data set for mathematics as JSONL rows with prompt and answer",
+        (PrepareOptions,),
+        examples=(
+            "cukit data prepare gsm8k --output gsm8k.jsonl",
+            "cukit data prepare math --split test --limit 500 --output math-test.jsonl",
+        ),
+        words="name",
+    ),
+    "data show": Command(
+        data_show,
+        "the columns and first rows of any source of data",
+        (ShowOptions,),
+        examples=(
+            "cukit data show openai/gsm8k:main:test",
+            "cukit data show rows.parquet --columns prompt=question,answer=answer",
+        ),
+        words="source",
     ),
     "kernels build": Command(
         kernels_build,

@@ -19,18 +19,19 @@ TESTS = sorted((ROOT / "tests").rglob("*.py"))
 # options and backend are the ground; the order is cukit_cli, commands, trainers and bench, engine, models, ops,
 # autograd, backend.
 BESIDE = {"optim", "datasets", "tokenizer", "runs", "rewards", "parallel", "user_code"}
-BELOW_ENGINE = {"models", "ops", "autograd", "backend", "options"}
+BELOW_ENGINE = {"models", "ops", "autograd", "backend", "options", "hub"}
 LAYERS = {
     "options": set(),
+    "hub": set(),
     "backend.numpy": {"backend"},
     "backend.cuda": {"backend"},
     "backend": set(),
     "autograd": {"backend"},
     "ops": {"autograd", "backend"},
-    "models": {"ops", "autograd", "backend", "options"},
+    "models": {"ops", "autograd", "backend", "options", "hub"},
     "optim": {"autograd", "backend", "models"},
     "tokenizer": set(),
-    "datasets": {"tokenizer"},
+    "datasets": {"tokenizer", "options", "hub"},
     "user_code": set(),
     "rewards": {"options", "user_code"},
     "parallel": {"backend"},

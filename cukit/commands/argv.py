@@ -24,7 +24,7 @@ def split_words(
 
     An option takes the words up to the next option: a list several (and it may be repeated), a true-or-false option
     none or one. If an option is given twice, the later counts. `--name=value` gives a value that looks like an
-    option. `plain` is the list option that takes the words of no option.
+    option. `plain` is the option that takes the words of no option: one, or a list all of them.
     """
     found: dict[str, Any] = {}
     unknown: dict[str, Any] = {}
@@ -33,8 +33,11 @@ def split_words(
         word = "--help" if words[place] == "-h" else words[place]
         match, name, place = OPTION.fullmatch(word), option_name(word), place + 1
         if match is None or name is None:
-            if plain is not None:
+            if plain is not None and is_list(known[plain]):
                 found[plain] = [*found.get(plain, []), word]
+                continue
+            if plain is not None and plain not in found:
+                found[plain] = word
                 continue
             raise ValueError(f"unexpected word {word!r}: options look like --name value; quote a text of several words")
         values = [match[2]] if match[2] is not None else []

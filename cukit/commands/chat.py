@@ -31,7 +31,7 @@ COMMAND = re.compile(r"(/[a-z]+)(?:\s+(.*))?", re.DOTALL)
 
 class ChatOptions(Options):
     group = "files"
-    model: str = option(TINY_MODEL, "model folder (Hugging Face format), or a run folder")
+    model: str = option(TINY_MODEL, "model folder (Hugging Face format), a run folder, or a name of the hub")
     dry_run: bool = option(False, "print the resolved options and the plan of memory, then end")
     prompt: str | None = option(
         None, "the first message; where stdin is no terminal, it is answered and that is all", group="generation"
@@ -62,7 +62,7 @@ def ready(cls: Any, values: dict[str, Any]) -> tuple[Any, Any, str | None] | Non
     from ..engine.llm import LLM
     from ..models.weights import model_folder
 
-    folder = model_folder(values["model"])
+    folder = model_folder(values["model"], weights=not values.get("dry_run"))
     options = make(cls, generation_defaults(folder) | values)
     if options.dry_run:
         show_engine(options, options.model, options.device, options.dtype, options.engine)

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from ..datasets.config import PromptOptions, RowOptions
 from ..datasets.tasks import TASKS, find_tasks
 from ..engine.config import EngineConfig, SamplingParams
 from ..models.config import DTYPES
@@ -23,8 +24,12 @@ CUT_SHARE = 0.5  # above this the user is told, as in training
 
 class EvalOptions(Options):
     group = "files"
-    model: str = option(TINY_MODEL, "model folder (Hugging Face format), or a run folder")
-    data: str = option(TEST_ROWS, "rows to answer, JSONL")
+    model: str = option(TINY_MODEL, "model folder (Hugging Face format), a run folder, or a name of the hub")
+    data: str = option(
+        TEST_ROWS,
+        "rows to answer: a file (jsonl, json, csv, parquet), a folder or pattern of files, or a name of the "
+        "hub (owner/name[@revision][:configuration[:split]]; where no split is named: test)",
+    )
     tasks: list[str] | None = option(
         None, f"benchmarks that know their rows, prompt and reward: {', '.join(TASKS)}; with --data one, on these rows"
     )
@@ -45,8 +50,14 @@ class EvalOptions(Options):
     dtype: str = option(
         "auto", "weights and activations; auto: bfloat16 on cuda, float32 on cpu", DTYPES, "device and memory"
     )
+    rows: RowOptions = nested(RowOptions)
+    prompts: PromptOptions = nested(PromptOptions)
     sampling: SamplingParams = nested(SamplingParams, without=("logprobs",), temperature=0.0)
     engine: EngineConfig = nested(EngineConfig, without=("seed",))
+
+    @classmethod
+    def respelled(cls, values: dict[str, Any]) -> dict[str, Any]:
+        return RowOptions.respelled(values)
 
     def __post_init__(self) -> None:
         check_range(self, "limit", 1)
@@ -96,8 +107,9 @@ class Suite:
 
 def read_suite(options: EvalOptions, task: str | None, tokenizer: Any, folder: Path) -> Suite:
     """The rows of --data or of a task."""
-    from ..datasets.demonstrations import encode_prompts
-    from ..datasets.sources import load_rows, located, prompt_rows
+    from ..datasets.columns import dataset_rows
+    from ..datasets.demonstrations import encode_prompts, fit_prompts
+    from ..datasets.sources import located, prompt_rows
     from ..models.weights import load_config
     from ..trainers.rewarding import RewardScorer
 
@@ -106,11 +118,16 @@ def read_suite(options: EvalOptions, task: str | None, tokenizer: Any, folder: P
         data = options.data if "data" in options.given else bundled(TASKS[task].data)
         rewards = rewards if rewards is not None else [TASKS[task].reward]
     scorer = RewardScorer(rewards, limits=options.reward_limits)
-    rows = load_rows(data)[: options.limit]
+    rows = dataset_rows(data, options.rows, "test", options.limit)
     if task is not None:
         rows = [located(TASKS[task].row, index, row) for index, row in enumerate(rows)]
     rows = prompt_rows(rows)
-    prompts = encode_prompts(rows, tokenizer, options.chat_template_kwargs, load_config(folder).vocab_size)
+    config = load_config(folder)
+    prompts = encode_prompts(rows, tokenizer, options.chat_template_kwargs, config.vocab_size)
+    context = min(config.max_position_embeddings, options.max_model_len or config.max_position_embeddings)
+    rows, prompts, said = fit_prompts(rows, prompts, options.prompts, context)
+    if said:
+        say(said)
     return Suite(task, data, rows, prompts, scorer)
 
 

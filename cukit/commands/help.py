@@ -10,7 +10,7 @@ from .command import Command
 
 METAVARS: dict[Any, str] = {int: "N", float: "X", bool: "true|false", dict: "JSON"}
 MANY: dict[Any, str] = {list[int]: "N …", list[float]: "X …", list[str]: "TEXT …"}
-GROUPS = ("files", "rewards", "demonstrations", "training", "loss", "generation", "engine", "evaluation")
+GROUPS = ("files", "data", "rewards", "demonstrations", "training", "loss", "generation", "engine", "evaluation")
 COLUMN = 26
 
 

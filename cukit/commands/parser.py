@@ -110,18 +110,7 @@ def resolve(command: Command, given: dict[str, Any]) -> dict[str, Any]:
             values[name] = bundled(values[name])
     if values.get("model"):
         values["model"] = model_of(values["model"])
-    for name in ("data", "eval_data"):
-        _refuse_hub_name(name, values.get(name))
     return values
-
-
-def _refuse_hub_name(name: str, path: str | None) -> None:
-    if not path or path.count("/") != 1 or Path(path).suffix in (".jsonl", ".json", ".csv", ".parquet"):
-        return
-    if not Path(path).exists() and not Path(path).parent.is_dir():
-        raise ValueError(
-            f"{name} {path!r} is no file here; data sets of the Hugging Face hub are not fetched yet: give a JSONL file"
-        )
 
 
 def _fill_in(command: Command, values: dict[str, Any]) -> None:

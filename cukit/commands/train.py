@@ -16,9 +16,15 @@ class TrainFiles(Options):
     """What a training command reads."""
 
     group = "files"
-    model: str | None = option(None, "model folder (Hugging Face format), or a run folder")
-    data: str | None = option(None, "training rows, JSONL")
-    eval_data: str | None = option(None, "held-out rows, JSONL")
+    model: str | None = option(
+        None, "model folder (Hugging Face format), a run folder, or a name of the hub (owner/name[@revision])"
+    )
+    data: str | None = option(
+        None,
+        "training rows: a file (jsonl, json, csv, parquet), a folder or pattern of files, or a name of the hub "
+        "(owner/name[@revision][:configuration[:split]])",
+    )
+    eval_data: str | None = option(None, "held-out rows: as data; of the hub the split test where none is named")
     dry_run: bool = option(False, "print the resolved options, the number of steps and the plan of memory, then end")
 
 
@@ -53,8 +59,8 @@ def _train(values: dict[str, Any], args: TrainerConfig, trainer_class: Any, **mo
     trainer = CommandLineTrainer(
         model=files.model,
         args=args,
-        train_dataset=load_rows(read["data"]),
-        eval_dataset=load_rows(files.eval_data) if files.eval_data else None,
+        train_dataset=load_rows(read["data"], args.rows.wanted),
+        eval_dataset=load_rows(files.eval_data, args.rows.wanted, "test") if files.eval_data else None,
         **more,
     )
     trainer.train()

@@ -82,7 +82,6 @@ ROWS: tuple[Row, ...] = (
     ),
     *_not_yet("guided decoding", "vllm_structured_outputs_regex", "vllm_guided_decoding_regex"),
     *_not_yet("tools", "max_tool_calling_iterations", "tools", "environment_factory"),
-    *_not_yet("cutting prompts (what is too long is refused with its row)", "max_prompt_length"),
     # ---- models ----
     *_not_needed(
         "models are plain safetensors folders, and no code of theirs is run", "trust_remote_code", "low_cpu_mem_usage"

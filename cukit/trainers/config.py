@@ -7,6 +7,7 @@ import logging
 import math
 from typing import Any, ClassVar
 
+from ..datasets.config import RowOptions
 from ..models.config import DTYPES
 from ..options import (
     LARGEST_SEED,
@@ -95,9 +96,11 @@ class TrainerConfig(Options):
     eval_steps: int | None = option(None, "steps between evaluations (eval_strategy=steps)", group="evaluation")
     eval_on_start: bool = option(False, "evaluate before the first and after the last step", group="evaluation")
     best: BestModelOptions = nested(BestModelOptions)
+    rows: RowOptions = nested(RowOptions)
 
     @classmethod
     def respelled(cls, values: dict[str, Any]) -> dict[str, Any]:
+        values = RowOptions.respelled(values)
         resume = values.get("resume_from_checkpoint")
         if isinstance(resume, bool):  # TRL's: the latest of output_dir
             values = values | {"resume_from_checkpoint": "latest" if resume else None}

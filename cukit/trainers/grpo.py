@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from ..autograd import Tensor, no_grad
-from ..datasets.demonstrations import encode_prompts
+from ..datasets.demonstrations import encode_prompts, fit_prompts
 from ..datasets.sampler import EpochSampler, batches_an_epoch
 from ..datasets.sources import prompt_rows
 from ..engine.memory import Plan
@@ -76,7 +76,7 @@ class GRPOTrainer(Trainer):
         args = args or GRPOConfig()
         reward_funcs = reward_funcs if reward_funcs is not None else args.reward_funcs
         if train_dataset is None:
-            raise ValueError("GRPOTrainer needs train_dataset: a list of rows with a prompt, or a JSONL file")
+            raise ValueError("GRPOTrainer needs train_dataset: rows with a prompt, a file, or a name of the hub")
         state = partial(trainer_state, self)
         self.scorer = RewardScorer(reward_funcs, args.reward_weights, args.reward_limits, state)
         eval_reward_funcs = eval_reward_funcs if eval_reward_funcs is not None else args.eval_reward_funcs
@@ -98,7 +98,9 @@ class GRPOTrainer(Trainer):
     # ---- rows and steps ----
 
     def prepare_rows(self, rows: list[dict], name: str) -> list[tuple[dict, list[int]]]:
-        """[(row, prompt ids)]. A prompt that leaves no room for a completion is refused."""
+        """[(row, prompt ids)]. A prompt beyond max_prompt_length, or that leaves no room for a completion, is refused,
+        skipped or cut, as overlong_prompts says.
+        """
         limit = min(
             self.args.max_model_len or self.model.config.max_position_embeddings,
             self.model.config.max_position_embeddings,
@@ -108,12 +110,12 @@ class GRPOTrainer(Trainer):
             prompts = encode_prompts(rows, self.tokenizer, self.args.chat_template_kwargs, model_rows)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
-        for index, ids in enumerate(prompts):
-            if len(ids) >= limit:
-                raise ValueError(
-                    f"{name} row {index}: the prompt has {len(ids)} tokens and the context only {limit}; shorten or "
-                    "remove that row, or raise max_model_len if the model allows it"
-                )
+        try:
+            rows, prompts, said = fit_prompts(rows, prompts, self.args.prompts, limit)
+        except ValueError as error:
+            raise ValueError(f"{name} {error}") from None
+        if said:
+            self.say(f"{name}: {said}")
         return list(zip(rows, prompts, strict=True))
 
     def make_sampler(self, num_rows: int) -> EpochSampler:

@@ -2,6 +2,7 @@
 
 from typing import Any, ClassVar
 
+from ..datasets.config import PromptOptions
 from ..engine.config import EngineConfig, SamplingOptions, SamplingParams
 from ..options import check_range, flat_values, nearest, nested, option, require
 from ..rewards.config import RewardLimits
@@ -74,6 +75,7 @@ class GRPOConfig(TrainerConfig):
     sync_ref_model: bool = option(False, "move the reference model towards the policy")
     ref_model_mixup_alpha: float = option(0.6, "reference = alpha * policy + (1 - alpha) * reference")
     ref_model_sync_steps: int = option(512, "steps between those moves")
+    prompts: PromptOptions = nested(PromptOptions)
     engine: EngineConfig = nested(EngineConfig, without=("seed",))
 
     @classmethod

@@ -275,12 +275,13 @@ def test_c15_trls_own_names_are_taken(options, tmp_path):
     assert values["model"] == "m" and values["data"] == str(rows)
 
 
-def test_c15_other_mistakes_with_names(fails, tmp_path):
+def test_c15_other_mistakes_with_names(fails, tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     text = "model: a\nmodel_name_or_path: b\n"
     assert "model is given twice" in fails("sft", "--config", written(tmp_path, text))
     assert "--use_vllm (the engine is part of cukit" in fails("grpo", "--use_vllm", "true", "--lora_r", "8")
     line = fails("sft", "--model", "m", "--dataset_name", "trl-lib/Capybara")
-    assert "trl-lib/Capybara" in line and "hub are not fetched yet" in line
+    assert "trl-lib/Capybara" in line and "is no file or folder here and not wholly in the cache" in line
     assert "does not exist" in fails("sft", "--data", "nowhere/rows.jsonl")
 
 

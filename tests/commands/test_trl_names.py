@@ -91,7 +91,9 @@ def test_a_name_that_becomes_an_option_needs_no_change_of_the_table():
         translated(given, ["beta"])
     found = translated(given, ["beta", "label_smoothing_factor"])
     assert found.values == {"label_smoothing_factor": 0.2} and [row.name for row in found.left_out] == ["use_vllm"]
-    assert "label_smoothing_factor" in rows(["beta"]) and "label_smoothing_factor" not in rows(["label_smoothing_factor"])
+    assert "label_smoothing_factor" in rows(["beta"]) and "label_smoothing_factor" not in rows(
+        ["label_smoothing_factor"]
+    )
 
 
 # ---- what values become ----------------------------------------------------------------------------------------------
