@@ -4,6 +4,7 @@ import importlib.util
 import json
 import logging
 import struct
+import time
 
 import pytest
 
@@ -82,8 +83,17 @@ def test_tensorboard_holds_numbers_and_texts_and_a_resumed_run_hides_what_it_run
 # ---- wandb -----------------------------------------------------------------------------------------------------------
 
 
+def finished_records(path) -> list:
+    """The records of a .wandb file. wandb's own process writes it, and may be behind: the last one is "exit"."""
+    deadline = time.monotonic() + 60
+    while not (found := wandb_records(path)) or not found[-1].HasField("exit"):
+        assert time.monotonic() < deadline, f"{path} is not finished"
+        time.sleep(0.1)
+    return found
+
+
 def wandb_records(path) -> list:
-    """The records of a .wandb file: after 7 bytes, LevelDB's log of 32 KiB blocks (checksum, length, type, part)."""
+    """The whole records so far: after 7 bytes, LevelDB's log of 32 KiB blocks (checksum, length, type, part)."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     data, place, parts, found = path.read_bytes(), 7, b"", []
@@ -92,6 +102,8 @@ def wandb_records(path) -> list:
             place += left
             continue
         length, kind = struct.unpack_from("<HB", data, place + 4)
+        if len(data) < place + 7 + length:
+            break
         parts += data[place + 7 : place + 7 + length]
         place += 7 + length
         if kind in (1, 4):  # whole, or the last part
@@ -114,7 +126,7 @@ def test_wandb_offline_has_rows_config_tables_and_one_id(tmp_path, monkeypatch):
     assert len(folders) == 2
     rows, runs, config = [], [], {}
     for folder in folders:
-        for record in wandb_records(folder / f"run-{identity}.wandb"):
+        for record in finished_records(folder / f"run-{identity}.wandb"):
             if record.HasField("history"):
                 items = {
                     item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item
