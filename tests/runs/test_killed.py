@@ -17,9 +17,10 @@ from cukit.runs.checkpoint import latest_checkpoint, list_checkpoints, newest_mo
 from cukit.runs.metrics import read_jsonl
 
 ROOT = Path(__file__).parents[2]
-# A run of 20 steps of a tiny model that says each step: `python -c WORKER FOLDER [OPTIONS as JSON]`.
+# A run of 20 steps of a tiny model that says each step: `python -c WORKER FOLDER [OPTIONS as JSON
+# [FUNCTION TIMES]]`: killed at the TIMES-th call of this function.
 WORKER = """
-import json, sys
+import importlib, json, os, signal, sys
 from pathlib import Path
 from cukit import GRPOConfig, GRPOTrainer
 from cukit.backend import backend_for
@@ -42,6 +43,20 @@ config = ModelConfig.from_json(json.loads((folder / "config.json").read_text()) 
 model = Decoder(config, backend_for("cpu"), "float32")
 model.init_weights(0)
 rows = [{"prompt": "1" * (i + 1) + "="} for i in range(10)]
+def killed(what, times):
+    # kill this process at the times-th call of module.function
+    module, name = what.rsplit(".", 1)
+    module, left = importlib.import_module(module), [times]
+    function = getattr(module, name)
+    def counted(*arguments, **more):
+        left[0] -= 1
+        if left[0] == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return function(*arguments, **more)
+    setattr(module, name, counted)
+
+if len(sys.argv) > 3:
+    killed(sys.argv[3], int(sys.argv[4]))
 args = GRPOConfig(output_dir=sys.argv[1], learning_rate=1e-2, max_steps=20, logging_steps=2, save_steps=3,
                   save_total_limit=2, per_device_train_batch_size=16, steps_per_generation=2, num_generations=4,
                   max_completion_length=6, eval_steps=4, lr_scheduler_type="cosine", warmup_steps=2,
@@ -100,6 +115,36 @@ def test_a_run_killed_at_random_moments_ends_as_if_nothing_had_happened(tmp_path
     assert (cut / "model.safetensors").read_bytes() == (straight / "model.safetensors").read_bytes()
     assert [path.name for path in list_checkpoints(cut)] == ["checkpoint-18", "checkpoint-20"]
     assert all(why_not_whole(path) is None for path in list_checkpoints(cut)) and not list(cut.glob(".checkpoint*"))
+
+
+MOMENTS = {
+    "a checkpoint's weights are written": ("cukit.runs.checkpoint.save_file", 3),
+    "a checkpoint is written and not yet renamed": ("cukit.runs.checkpoint._flush_to_disk", 2),
+    "an evaluation has its answers": ("cukit.trainers.evaluation.evaluation_metrics", 3),
+    "a generation batch is packed": ("cukit.trainers.generation.pack_samples", 9),
+    "the log is written": ("cukit.runs.metrics.plain_value", 400),
+}
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_run_killed_at_a_bad_moment_ends_as_if_nothing_had_happened(tmp_path, moment, straight_run):
+    cut = tmp_path / "cut"
+    process = start(WORKER, cut, json.dumps(DYNAMIC), *MOMENTS[moment])
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGKILL, errors
+    _, errors = start(WORKER, cut, json.dumps(DYNAMIC)).communicate(timeout=60)
+    assert newest_model(cut) == cut, errors
+    assert rows_of(cut) == rows_of(straight_run)
+    assert (cut / "model.safetensors").read_bytes() == (straight_run / "model.safetensors").read_bytes()
+    assert not list(cut.glob(".checkpoint*"))
+
+
+@pytest.fixture(scope="module")
+def straight_run(tmp_path_factory):
+    """A run of WORKER with dynamic sampling that nothing interrupts."""
+    run = tmp_path_factory.mktemp("runs") / "straight"
+    assert start(WORKER, run, json.dumps(DYNAMIC)).wait(60) == 0
+    return run
 
 
 @pytest.mark.slow
