@@ -217,7 +217,7 @@ class GRPOTrainer(Trainer):
         return loss - chosen.sum() * self._entropy_weight
 
     @staticmethod
-    def _chosen_entropy(entropy: np.ndarray, rows: Rows) -> dict:
+    def _chosen_entropy(entropy: Any, rows: Rows) -> dict[str, Any]:
         """Sums over the chosen tokens."""
         if rows.chosen is None:
             return {"chosen_entropy": entropy.sum(), "chosen": np.asarray(rows.num_learnt)}
