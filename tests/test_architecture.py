@@ -18,7 +18,7 @@ TESTS = sorted((ROOT / "tests").rglob("*.py"))
 # Layer -> the layers it may import (besides itself). A layer is a package or module of cukit, or the command line.
 # options and backend are the ground; the order is cukit_cli, commands, trainers and bench, engine, models, ops,
 # autograd, backend.
-BESIDE = {"optim", "datasets", "tokenizer", "runs", "rewards", "parallel"}
+BESIDE = {"optim", "datasets", "tokenizer", "runs", "rewards", "parallel", "user_code"}
 BELOW_ENGINE = {"models", "ops", "autograd", "backend", "options"}
 LAYERS = {
     "options": set(),
@@ -31,7 +31,8 @@ LAYERS = {
     "optim": {"autograd", "backend", "models"},
     "tokenizer": set(),
     "datasets": {"tokenizer"},
-    "rewards": set(),
+    "user_code": set(),
+    "rewards": {"user_code"},
     "parallel": {"backend"},
     "runs": {"models", "backend"},
     "engine": BELOW_ENGINE | {"tokenizer"},

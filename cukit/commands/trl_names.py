@@ -15,12 +15,12 @@ TAKEN = {  # another name for the same thing: accepted
     "vllm_max_model_length": "max_model_len",
     "max_seq_length": "max_length",
     "evaluation_strategy": "eval_strategy",
+    "vllm_importance_sampling_cap": "vllm_importance_sampling_clip_max",
 }
 
 _ENGINE = "the engine is part of cukit and shares the trainer's weights"
 _WEIGHTS = "models are plain safetensors folders"
 _PACKED = "rows are always packed without padding"
-_EXACT = "sampling and training have the same log-probabilities (exact)"
 _KERNELS = "the kernels are cukit's own"
 _OPTIMIZER = "AdamW with float32 master weights is the one optimizer"
 _LOADING = "rows are read and tokenised once, before the run"
@@ -31,9 +31,6 @@ NOT_NEEDED = {
     **dict.fromkeys(("use_vllm", "vllm_mode", "vllm_enable_sleep_mode", "vllm_model_impl"), _ENGINE),
     **dict.fromkeys(("use_transformers_continuous_batching", "cache_implementation", "use_cache"), _ENGINE),
     "vllm_gpu_memory_utilization": "gpu_memory_utilization is the share of the whole process",
-    **dict.fromkeys(("vllm_importance_sampling_correction", "vllm_importance_sampling_mode"), _EXACT),
-    **dict.fromkeys(("vllm_importance_sampling_clip_max", "vllm_importance_sampling_clip_min"), _EXACT),
-    **dict.fromkeys(("vllm_importance_sampling_cap", "off_policy_mask_threshold"), _EXACT),
     **dict.fromkeys(("trust_remote_code", "model_revision", "model_init_kwargs", "low_cpu_mem_usage"), _WEIGHTS),
     **dict.fromkeys(("padding_free", "group_by_length", "pad_to_multiple_of", "packing_strategy"), _PACKED),
     **dict.fromkeys(("padding_side", "eval_packing", "pad_token", "truncation_mode"), _PACKED),
@@ -89,9 +86,7 @@ NOT_YET = {
     **dict.fromkeys(("report_to", "trackio_space_id", "project"), _REPORTERS),
     **dict.fromkeys(("num_completions_to_print", "log_unique_prompts", "include_num_input_tokens_seen"), _REPORTERS),
     **dict.fromkeys(("load_best_model_at_end", "metric_for_best_model", "greater_is_better"), "the best checkpoint"),
-    **dict.fromkeys(("top_entropy_quantile", "entropy_coef", "use_adaptive_entropy"), _LOSSES),
-    **dict.fromkeys(("sapo_temperature_neg", "sapo_temperature_pos", "label_smoothing_factor"), _LOSSES),
-    **dict.fromkeys(("multi_objective_aggregation", "router_aux_loss_coef", "dft"), _LOSSES),
+    **dict.fromkeys(("label_smoothing_factor", "router_aux_loss_coef", "dft"), _LOSSES),
     **dict.fromkeys(("neftune_noise_alpha", "assistant_only_loss", "activation_offloading"), "this way of training"),
     **dict.fromkeys(("lr_scheduler_kwargs", "eval_delay", "torch_empty_cache_steps"), _SCHEDULES),
     **dict.fromkeys(("max_prompt_length",), "cutting prompts (what is too long is refused with its row)"),

@@ -1,18 +1,16 @@
 """Find a reward function by name or file, call it, and check what it returns."""
 
-import importlib.util
 import inspect
 import math
-import sys
 import traceback
 from collections.abc import Callable, Sequence
 from numbers import Real
-from pathlib import Path
-from types import CodeType, ModuleType
+from types import CodeType
 from typing import Any
 
 import numpy as np
 
+from ..user_code import load_function, names_a_file, one_line
 from .final_box import boxed
 from .final_number import gsm8k, gsm8k_strict
 from .plain_text import exact, format
@@ -37,26 +35,11 @@ def load_reward(spec: str | Callable) -> Callable:
         raise ValueError(f"a reward is a name, 'file.py:function' or a function, not {type(spec).__name__}")
     if spec in BUILTIN_REWARDS:
         return BUILTIN_REWARDS[spec]
-    file_name, colon, function_name = spec.rpartition(":")
-    if not colon or not file_name or not function_name:
+    if not names_a_file(spec):
         raise ValueError(
             f"unknown reward {spec!r}; use one of {', '.join(BUILTIN_REWARDS)}, or your own as 'path/file.py:function'"
         )
-    path = Path(file_name)
-    if not path.is_file():
-        raise ValueError(f"reward {spec!r}: file {file_name!r} does not exist")
-    module = _import_file(path.resolve(), spec)
-    function = getattr(module, function_name, None)
-    if function is None:
-        found = [
-            name for name, value in vars(module).items() if callable(value) and value.__module__ == module.__name__
-        ]
-        raise ValueError(
-            f"reward {spec!r}: {file_name} has no {function_name!r} (it has: {', '.join(found) or 'nothing'})"
-        )
-    if not callable(function):
-        raise ValueError(f"reward {spec!r}: {function_name!r} is {type(function).__name__}, not a function")
-    return function
+    return load_function(spec, "reward")
 
 
 def reward_name(function: Callable) -> str:
@@ -88,7 +71,7 @@ def call_reward(
     except (Exception, SystemExit) as error:
         hint = "; end its signature with **kwargs" if "unexpected keyword argument" in str(error) else ""
         where = _where_it_failed(function, error, completions)
-        raise ValueError(f"reward {name!r} raised {type(error).__name__}: {_one_line(error)}{hint}{where}") from error
+        raise ValueError(f"reward {name!r} raised {type(error).__name__}: {one_line(error)}{hint}{where}") from error
     where = _defined_at(function)
     if not isinstance(values, (list, tuple, np.ndarray)):
         raise ValueError(
@@ -158,32 +141,3 @@ def _checked(value: Any, name: str, index: int, completions: Sequence, where: st
             f"reward {name!r}: value {index} is {number}; return None where the reward does not apply{where}"
         )
     return number
-
-
-def _import_file(path: Path, spec: str) -> ModuleType:
-    # Registered under a name of its own: dataclasses and pickling look their module up in sys.modules.
-    module_name = f"cukit_reward_{path.stem}_{abs(hash(str(path)))}"
-    module_spec = importlib.util.spec_from_file_location(module_name, path)
-    if module_spec is None or module_spec.loader is None:
-        raise ValueError(f"reward {spec!r}: {path.name} is not a Python file (its name must end in .py)")
-    module = importlib.util.module_from_spec(module_spec)
-    sys.modules[module_name] = module
-    sys.path.insert(0, str(path.parent))
-    try:
-        module_spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
-        sys.modules.pop(module_name, None)
-        lines = [
-            line for frame, line in traceback.walk_tb(error.__traceback__) if frame.f_code.co_filename == str(path)
-        ]
-        where = f" ({path}, line {lines[-1]})" if lines else ""
-        raise ValueError(
-            f"reward {spec!r}: importing it raised {type(error).__name__}: {_one_line(error)}{where}"
-        ) from error
-    finally:
-        sys.path.remove(str(path.parent))
-    return module
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300]

@@ -20,16 +20,17 @@ from ..engine.memory import Plan
 from ..engine.shapes import ModelUse
 from ..models.decoder import Decoder
 from ..models.logprobs import packed_logprobs
-from ..ops import policy_loss
 from ..ops.policy_loss import MAX_LOG_RATIO, STATS
 from ..options import flat_values
 from ..tokenizer import Tokenizer
 from .batch import PackedBatch, Rows
 from .callbacks import TrainerCallback
 from .curriculum import CurriculumSampler
+from .entropy import EntropyBonus, high_entropy
 from .evaluation import evaluate
 from .generation import Generation
-from .grpo_config import LOSS_TYPES, GRPOConfig
+from .grpo_config import GRPOConfig
+from .loss import OWN, built_in_loss, load_loss
 from .rewarding import RewardScorer
 from .rollout import Rollout
 from .trainer import DataSource, ModelSource, Trainer
@@ -52,7 +53,7 @@ class GRPOTrainer(Trainer):
       equals dapo.
     * An epoch is each prompt once: its last generation batch is smaller if the prompts do not divide.
 
-    A loss of your own is one method, policy_loss: see docs/examples/custom_loss.py.
+    A loss of your own is one method, policy_loss (docs/examples/custom_loss.py), or --loss file.py:function.
     """
 
     label = "grpo"
@@ -75,6 +76,8 @@ class GRPOTrainer(Trainer):
         if train_dataset is None:
             raise ValueError("GRPOTrainer needs train_dataset: a list of rows with a prompt, or a JSONL file")
         self.scorer = RewardScorer(reward_funcs, args.reward_weights)
+        self.loss_function = load_loss(args.loss) if args.loss else built_in_loss
+        self.entropy_bonus, self._entropy_weight = EntropyBonus(args.loss_options), 0.0
         super().__init__(model, args, train_dataset, eval_dataset, processing_class, callbacks, device, dtype)
         engine = flat_values(args.engine) | {
             "num_kv_blocks": self.plan.num_kv_blocks,
@@ -149,7 +152,27 @@ class GRPOTrainer(Trainer):
         assert self._batch is not None
         micro_batches = self._batch.micro_batches(place % self._slices, self.args.max_tokens_per_batch)
         self._on_policy = place == 0
+        num_chosen = sum(rows.num_learnt for rows in micro_batches)
+        if self.args.top_entropy_quantile < 1:
+            with self.timer("entropy"):
+                num_chosen = self._choose_tokens(micro_batches)
+        self._entropy_weight = self.entropy_bonus.applied / max(num_chosen, 1)
         return micro_batches, metrics | {"step_tokens": sum(rows.num_learnt for rows in micro_batches)}
+
+    def _choose_tokens(self, micro_batches: list[Rows]) -> int:
+        """Mark the tokens of an optimizer batch that learn, those of high entropy under the policy as it is now."""
+        if not micro_batches:
+            return 0
+        batch, backend = self._batch, self.model.backend
+        if batch.chosen is None:
+            batch.chosen = backend.zeros(batch.weights.shape, batch.weights.dtype)
+        with no_grad():
+            found = [packed_logprobs(self.model, rows.tokens, self.args.temperature)[1].data for rows in micro_batches]
+        entropies = [backend.to_numpy(entropy) for entropy in found]
+        chosen = high_entropy(np.concatenate(entropies).astype(np.float64), self.args.top_entropy_quantile)
+        for rows, part in zip(micro_batches, np.split(chosen, np.cumsum(list(map(len, entropies)))[:-1]), strict=True):
+            rows.chosen[...] = backend.array(part.astype(batch.chosen.dtype))
+        return int(chosen.sum())
 
     # ---- the loss ----
 
@@ -157,9 +180,12 @@ class GRPOTrainer(Trainer):
         with nullcontext() if rows.has_gradient else no_grad():
             logprobs, entropy = packed_logprobs(self.model, rows.tokens, self.args.temperature)
             loss, extra = self.policy_loss(logprobs, rows)
-        extra = extra | {"tokens": np.asarray(rows.num_learnt), "entropy": entropy.data.sum()}
+            extra = extra | {"tokens": np.asarray(rows.num_learnt), "entropy": entropy.data.sum()}
+            if self.args.loss_options.has_entropy_bonus:
+                extra |= {"policy_loss": loss.data} | self._chosen_entropy(entropy.data, rows)
+                loss = self._with_entropy(loss, entropy, rows)
         if self._on_policy:
-            log_ratio = logprobs.data - rows.logprobs
+            log_ratio = logprobs.data - (rows.logprobs if rows.sampled is None else rows.sampled)
             extra |= {
                 "difference": abs(log_ratio).sum(),
                 "ratio": np.exp(np.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO)).sum(),
@@ -172,32 +198,31 @@ class GRPOTrainer(Trainer):
     def policy_loss(self, logprobs: Tensor, rows: Rows) -> tuple[Tensor, dict[str, np.ndarray]]:
         """The loss of some rows of an optimizer batch, a scalar Tensor, and {name: array} for step_metrics.
 
-        logprobs: Tensor (N,), of the learnt tokens as the policy is now. rows has as arrays (N,) what belongs to them:
-        advantages, weights (how loss_type averages; they sum over all passes of the batch), logprobs (the sampler's),
-        ref_logprobs (None unless beta). Losses of the passes are added up. Override it for another loss.
+        What the arguments hold: cukit/trainers/loss.py. Override it for another loss, or give args.loss.
         """
-        args = self.args
-        loss, stats = policy_loss(
-            logprobs,
-            rows.logprobs,
-            rows.ref_logprobs,
-            rows.advantages,
-            rows.weights,
-            kind=LOSS_TYPES[args.loss_type],
-            eps_low=args.epsilon,
-            eps_high=args.epsilon if args.epsilon_high is None else args.epsilon_high,
-            delta=args.delta,
-            beta=args.beta,
-            bias_kl=args.use_bias_correction_kl,
-            cu_seqlens=rows.cu_learnt if args.importance_sampling_level == "sequence" else None,
-        )
-        return loss, {"stats": stats}
+        return self.loss_function(logprobs, rows, self.args)
+
+    def _with_entropy(self, loss, entropy, rows: Rows):
+        """loss − coefficient · mean entropy of the chosen tokens of the whole optimizer batch."""
+        chosen = entropy if rows.chosen is None else entropy * rows.chosen
+        return loss - chosen.sum() * self._entropy_weight
+
+    @staticmethod
+    def _chosen_entropy(entropy, rows: Rows) -> dict:
+        """Sums over the chosen tokens."""
+        if rows.chosen is None:
+            return {"chosen_entropy": entropy.sum(), "chosen": np.asarray(rows.num_learnt)}
+        return {"chosen_entropy": (entropy * rows.chosen).sum(), "chosen": rows.chosen.sum()}
 
     def step_metrics(self, sums: dict) -> dict:
         if not sums:  # nothing counted
             return {}
         tokens = max(float(sums["tokens"]), 1.0)
         metrics = {"entropy": float(sums["entropy"] / tokens)}
+        metrics |= {name.removeprefix(OWN): float(x / tokens) for name, x in sums.items() if name.startswith(OWN)}
+        if "policy_loss" in sums:
+            metrics |= {"policy_loss": float(sums["policy_loss"]), "entropy_coef": self.entropy_bonus.applied}
+            self.entropy_bonus.update(float(sums["chosen_entropy"]) / max(float(sums["chosen"]), 1.0))
         if "stats" in sums:
             metrics |= self._loss_metrics(dict(zip(STATS, sums["stats"].tolist(), strict=True)), tokens)
         if "difference" in sums:
@@ -215,10 +240,14 @@ class GRPOTrainer(Trainer):
         """The kl, the shares of clipped tokens (or sequences), and how many tokens had a log-ratio beyond the bound."""
         low, high = (stats[name] / max(stats["clip_count"], 1.0) for name in ("clip_low", "clip_high"))
         metrics = {"sampling/extreme_log_ratios": stats["extreme"]}
-        if self.args.beta:
+        if self.args.loss_options.kl_in_loss:
             metrics["kl"] = stats["kl"] / tokens
+        if self.args.off_policy_mask_threshold is not None:
+            metrics["sampling/off_policy_rows"] = stats["off_policy"]
         if self.args.loss_type == "cispo":
             return metrics | {"cispo_clip_ratio": high}
+        if self.args.loss_type in ("sapo", "vespo"):  # they clip nothing
+            return metrics
         return metrics | {
             "clip_ratio/low_mean": low,
             "clip_ratio/high_mean": high,
@@ -245,7 +274,7 @@ class GRPOTrainer(Trainer):
             arrays |= {f"batch.{name}": value for name, value in self._batch.to_arrays().items()}
         if self.reference is not None and self.args.sync_ref_model:
             arrays |= {f"reference.{name}": value for name, value in self.reference.parts().items()}
-        return arrays, {"updates_a_generation": self._updates_a_generation}
+        return arrays, {"updates_a_generation": self._updates_a_generation} | self.entropy_bonus.state()
 
     def load_method_state(self, arrays: dict, values: dict) -> None:
         if values["updates_a_generation"] != self._updates_a_generation:
@@ -253,6 +282,7 @@ class GRPOTrainer(Trainer):
                 f"the checkpoint made {values['updates_a_generation']} updates a generation batch, this run makes "
                 f"{self._updates_a_generation}; resume with the same num_iterations and steps_per_generation"
             )
+        self.entropy_bonus.load(values)
         batch = {name.removeprefix("batch."): value for name, value in arrays.items() if name.startswith("batch.")}
         self._batch = PackedBatch.from_arrays(batch).to(self.model.backend) if batch else None
         if self.reference is not None and self.args.sync_ref_model:

@@ -136,7 +136,7 @@ def pack_samples(samples: Samples, rewards, advantages, args, num_slices: int, g
     """
     dtype = np.float64 if dtype == np.float64 else np.float32
     counted = ~samples.failed & ~(samples.truncated & args.mask_truncated_completions)
-    has_gradient = (advantages.astype(dtype) != 0) | bool(args.beta)
+    has_gradient = (advantages.astype(dtype) != 0) | args.loss_options.all_rows_learn
     order = np.arange(len(samples))
     if num_slices > 1:
         order = np.random.default_rng([args.seed, generation]).permutation(len(order))
@@ -144,7 +144,7 @@ def pack_samples(samples: Samples, rewards, advantages, args, num_slices: int, g
     for part in np.split(order, np.arange(1, num_slices) * len(order) // num_slices):
         if len(part):
             learnt = np.where(counted, lengths, 0)[part]
-            weights[part] = token_weights(args.loss_type, learnt, args.max_completion_length)
+            weights[part] = token_weights(args.loss_type, learnt, args.loss_scale_factor or args.max_completion_length)
         part = part[counted[part]]
         chosen += [part[has_gradient[part]], part[~has_gradient[part]]]
         borders.append(borders[-1] + len(part))
