@@ -84,6 +84,41 @@ def test_sizes(level, kind, delta, beta, bias_kl, count):
     )
 
 
+MORE = {  # what follows new … cu_seqlens: kind, eps_low, eps_high, delta, beta, bias_kl, max_log_ratio, level, …
+    "sapo": ("sapo", 0.2, 0.2, None, 0.1, True, 20.0, "token", (1.0, 1.05), "k3"),
+    "sapo_sequence": ("sapo", 0.2, 0.2, None, 0.1, True, 20.0, "sequence", (1.0, 1.05), "k2"),
+    "vespo": ("vespo", 0.2, 0.2, None, 0.1, True, 20.0, "token", (2.0, 3.0, 3.0, 2.0), "k3"),
+    "gspo_token": ("clip", 0.2, 0.28, 1.5, 0.1, True, 20.0, "sequence_token", (), "k3"),
+    "k1": ("clip", 0.2, 0.28, None, 0.1, True, 20.0, "token", (), "k1"),
+    "k2": ("cispo", 0.2, 1.3, None, 0.1, False, 20.0, "token", (), "k2"),
+}
+
+
+@pytest.mark.parametrize("threshold", [None, 0.01])
+@pytest.mark.parametrize("with_factors", [False, True], ids=["", "factors"])
+@pytest.mark.parametrize("count", [0, 1, 211, 5003])
+@pytest.mark.parametrize("name", MORE)
+def test_more_losses(name, count, with_factors, threshold):
+    rng = np.random.default_rng(count)
+    new, old, ref, advantages, sampled = (statistics(count, seed=seed, scale=0.3) for seed in (1, 2, 3, 4, 5))
+    weights = (rng.random(count) * (rng.random(count) > 0.2)).astype(np.float32)
+    cuts = np.sort(rng.integers(0, count + 1, 5))
+    cu_seqlens = np.array([0, *cuts, count], np.int32)
+    factors = rng.random(count).astype(np.float32) if with_factors else None
+    more = (factors, sampled if with_factors else None, threshold)
+    check_policy_loss(new, old, ref, advantages, weights, cu_seqlens, *MORE[name], *more)
+
+
+def test_factors_of_one_change_no_bit():
+    cuda = backend_for("cuda")
+    columns = [cuda.array(statistics(5003, seed=seed, scale=0.3)) for seed in range(5)]
+    settings = (None, "clip", 0.2, 0.28, None, 0.1, False, 20.0, "token", (), "k3")
+    plain = cuda.policy_loss_forward(*columns, *settings)
+    ones = cuda.policy_loss_forward(*columns, *settings, cuda.array(np.ones(5003, np.float32)))
+    for x, y in zip(plain, ones):
+        assert cuda.to_numpy(x).tobytes() == cuda.to_numpy(y).tobytes()
+
+
 def test_masked_tokens_may_hold_anything():
     bad, zeros, ones = np.array([-np.inf, np.nan, 800.0], np.float32), np.zeros(3, np.float32), np.ones(3, np.float32)
     for cu_seqlens in (None, np.array([0, 0, 3], np.int32)):
