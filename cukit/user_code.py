@@ -5,6 +5,8 @@ import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 
 def names_a_file(spec: str) -> bool:
@@ -13,7 +15,7 @@ def names_a_file(spec: str) -> bool:
     return bool(colon and file_name and function_name)
 
 
-def load_function(spec: str, what: str) -> Callable:
+def load_function(spec: str, what: str) -> Callable[..., Any]:
     """The function of "path/file.py:function". what: "reward" or "loss", for messages.
 
     The file is run as Python code, with its own folder importable. ValueError in one line if anything is missing.
@@ -50,7 +52,7 @@ def line_in(path: str, error: BaseException) -> str:
     return f" ({path}, line {lines[-1]})" if lines else ""
 
 
-def _import_file(path: Path, what: str, prefix: str):
+def _import_file(path: Path, what: str, prefix: str) -> ModuleType:
     # Registered under a name of its own: dataclasses and pickling look their module up in sys.modules.
     module_name = f"{prefix}_{path.stem}_{abs(hash(str(path)))}"
     module_spec = importlib.util.spec_from_file_location(module_name, path)

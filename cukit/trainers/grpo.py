@@ -46,7 +46,7 @@ class GRPOTrainer(Trainer):
 
     * The old log-probabilities are the engine's own, of the tokens it drew, so the ratio is exactly that of the trained
       policy to the one that sampled, in every iteration and every slice of a generation batch. TRL takes its trainer's
-      and corrects for vLLM's.
+      and corrects for vLLM's; vllm_importance_sampling_correction does so here.
     * A step in which no completion has a gradient (all rewards of each group equal and beta = 0, or all completions cut
       off and mask_truncated_completions) changes no weight; with TRL the optimizer's momentum still moves them.
     * bnpo averages over the whole optimizer batch, so that max_tokens_per_batch changes nothing; with one device it

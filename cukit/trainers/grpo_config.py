@@ -80,6 +80,10 @@ class GRPOConfig(TrainerConfig):
             self.num_generations != 1 or self.advantage_estimator == "reinforce_plus_plus",
             "num_generations=1 leaves nothing to compare a completion with; it must be at least 2",
         )
+        require(
+            not (self.num_generations == 1 and self.dynamic_sampling),
+            "dynamic_sampling compares the completions of a prompt: num_generations must be at least 2, got 1",
+        )
         for name, low in (
             ("num_generations", 1 if self.advantage_estimator == "reinforce_plus_plus" else 2),
             ("num_generations_eval", 1),

@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 from check import check_kernel, statistics
 
+from cukit import GRPOConfig, GRPOTrainer
 from cukit.backend import backend_for
+from cukit.runs.metrics import read_jsonl
 from cukit.trainers.advantage import token_weights
 from cukit.trainers.grpo_config import LOSS_TYPES
 
@@ -181,3 +183,31 @@ def test_e12_any_finite_log_probs(kind, level):
         cuts = np.sort(rng.integers(0, count + 1, 5))
         cu_seqlens = np.array([0, *cuts, count], np.int32) if level == "sequence" else None
         check_policy_loss(new, old, ref, advantages, weights, cu_seqlens, kind, 0.2, 0.3, 1.5, 0.1, True)
+
+
+def test_the_correction_of_an_exact_engine_is_exactly_one(tmp_path):
+    """The trainer's log-probs before an update are the engine's in every bit; the options about entropy run along."""
+    args = GRPOConfig(
+        output_dir=str(tmp_path / "run"),
+        device="cuda",
+        per_device_train_batch_size=32,
+        num_generations=8,
+        max_completion_length=12,
+        max_steps=2,
+        logging_steps=1,
+        vllm_importance_sampling_correction=True,
+        vllm_importance_sampling_mode="token_truncate",
+        off_policy_mask_threshold=0.5,
+        top_entropy_quantile=0.5,
+        entropy_coef=0.01,
+    )
+    folder = Path(__file__).parents[2] / "data" / "tiny-qwen3"
+    rows = [{"prompt": f"{number}+1="} for number in range(16)]
+    lengths = lambda completion_ids, **_: [len(set(ids)) / 12 for ids in completion_ids]  # noqa: E731
+    trainer = GRPOTrainer(folder, lengths, args, rows)
+    batch = trainer.make_batch(0)[0][0].batch
+    corrections, chosen = (trainer.model.backend.to_numpy(x) for x in (batch.corrections, batch.chosen))
+    assert (corrections == 1).all() and 0.3 < chosen.mean() < 0.7
+    trainer.train()
+    metrics = read_jsonl(trainer.run_folder / "metrics.jsonl")
+    assert all(row["sampling/sampling_logp_difference/max"] == 0 for row in metrics if "entropy_coef" in row)

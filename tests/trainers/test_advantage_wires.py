@@ -101,6 +101,8 @@ def test_kl_in_the_reward(make_grpo, estimator):
     advantages = advantages_by_hand(rewards)
     np.testing.assert_allclose(batch.advantages[batch.cu_learnt[:-1]], advantages[places], rtol=1e-9)
     np.testing.assert_allclose(loss, by_hand(trainer, samples, batch, by_tokens, advantages)[0], rtol=1e-9)
+    assert batch.ref_logprobs is None
     trainer = make_grpo(**options | dict(dtype="float32"), kl_estimator=estimator, max_steps=1)
     trainer.train()
-    assert logged(trainer, "kl") and batch.ref_logprobs is None
+    (mean,), (penalty,) = logged(trainer, "kl"), logged(trainer, "reward_penalty")
+    assert penalty == pytest.approx(-0.2 * mean * logged(trainer, "completions/mean_length")[0])

@@ -27,7 +27,7 @@ def advantages_of(values=REWARDS, weights=None, **options):
 @pytest.mark.parametrize("normalize", [False, True])
 def test_rloo(normalize):
     """Each reward less the mean of the others of its group."""
-    found, rewards, mean, std = advantages_of(advantage_estimator="rloo", normalize_advantages=normalize)
+    found, rewards = advantages_of(advantage_estimator="rloo", normalize_advantages=normalize)
     expected = []
     for row, group in enumerate(GROUPS):
         others = [REWARDS[i].sum() for i in np.flatnonzero(GROUPS == group) if i != row]
@@ -36,7 +36,6 @@ def test_rloo(normalize):
         expected = (expected - np.mean(expected)) / (np.std(expected, ddof=1) + 1e-4)
     np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-12)
     np.testing.assert_allclose(rewards, REWARDS.sum(1))
-    np.testing.assert_allclose([mean[2], std[2]], [rewards[8:10].mean(), rewards[8:10].std(ddof=1)])
 
 
 def test_rloo_leaves_missing_rewards_out():

@@ -38,6 +38,10 @@ from cukit.trainers.loss_config import LATER_LOSSES, LOSS_TYPES
             {"multi_objective_aggregation": "normalize_then_sum", "scale_rewards": "none"},
             "scale_rewards=none is not for advantage_estimator=grpo with multi_objective_aggregation",
         ),
+        (
+            {"advantage_estimator": "reinforce_plus_plus", "num_generations": 1, "dynamic_sampling": True},
+            "dynamic_sampling compares the completions",
+        ),
         ({"overlong_buffer_len": 600}, "overlong_buffer_len=600 must not exceed max_completion_length=512"),
         ({"stop_properly_penalty_coef": 2.0}, "stop_properly_penalty_coef must be at least 0 and at most 1"),
     ],

@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 
 from cukit.autograd import Tensor
-from cukit.models.logprobs import token_logprobs
 
 from .by_hand import LONG, by_hand, by_row_means, by_rows, by_tokens, prepared, run
-from .conftest import logged
+from .conftest import assert_equal_weights, logged
 from .test_wires import name_of, noisy
 
 VESPO = (2.0, 3.0, 3.0, 2.0)
@@ -113,34 +112,18 @@ def test_importance_correction(make_grpo, mode):
         assert abs(other[0] - loss) > 1e-9, name
 
 
-def test_the_correction_of_an_exact_engine_is_one(make_grpo):
+@pytest.mark.parametrize("mode", ["token_truncate", "sequence_mask"])
+def test_the_correction_of_an_exact_engine_is_one(make_grpo, mode):
     """A sampler that has the trainer's numbers: every factor is exactly 1, and no bit of the loss moves."""
-    losses = []
-    for correct in (False, True):
-        trainer = make_grpo(vllm_importance_sampling_correction=correct)
-        generate = trainer.rollout.generate
-
-        def exact(*arguments, trainer=trainer, generate=generate):
-            samples = generate(*arguments)
-            trainer_batch = token_logprobs(trainer.model, samples.token_ids, 1.0, trainer.tokenizer.vocab_size)
-            samples.logprobs = [x[n - 1 :] for x, n in zip(trainer_batch, samples.prompt_lengths)]
-            return samples
-
-        trainer.rollout.generate = exact
-        order = slice(None)
-        rows, _ = trainer.make_batch(0)
-        batch = rows[0].batch
-        if correct:
-            np.testing.assert_allclose(batch.corrections[order], 1, atol=1e-5)  # another batch shape rounds otherwise
-            batch.logprobs[...] = batch.sampled
-            trainer.generation._correct(batch)
-            batch.sampled[...] = batch.logprobs
-            trainer.generation._correct(batch)
-            assert (batch.corrections == 1).all() and batch.logprobs.tobytes() == batch.sampled.tobytes()
-        else:
-            batch.logprobs[...] = trainer.generation._logprobs_by(trainer.model, batch)
-        losses.append([trainer.compute_loss(part)[0].data.tobytes() for part in rows])
-    assert losses[0] == losses[1]
+    trainer = make_grpo(vllm_importance_sampling_correction=True, vllm_importance_sampling_mode=mode)
+    rows, _ = trainer.make_batch(0)
+    batch = rows[0].batch
+    batch.logprobs = trainer.generation._logprobs_by(trainer.model, batch)  # as if the engine had drawn with them
+    trainer.generation._correct(batch)
+    assert (batch.corrections == 1).all() and batch.logprobs.tobytes() == batch.sampled.tobytes()
+    corrected = [trainer.compute_loss(part)[0].data.tobytes() for part in rows]
+    batch.corrections = batch.sampled = None
+    assert corrected == [trainer.compute_loss(part)[0].data.tobytes() for part in rows]
 
 
 def test_the_off_policy_mask_asks_the_sampler(make_grpo):
@@ -166,3 +149,23 @@ def test_the_ratio_to_the_sampler_is_logged_with_correction_too(make_grpo):
     trainer.train()
     assert logged(trainer, "sampling/sampling_logp_difference/mean")[0] > 0.1
     assert logged(trainer, "clip_ratio/region_mean") == [0.0]
+
+
+def test_a_run_with_correction_resumes_in_the_middle_of_a_generation(make_grpo):
+    """The sampler's log-probs and the factors are part of the batch that a checkpoint holds."""
+    options = dict(
+        vllm_importance_sampling_correction=True,
+        vllm_importance_sampling_mode="token_truncate",
+        top_entropy_quantile=0.5,
+        off_policy_mask_threshold=0.1,
+        num_iterations=2,
+        max_steps=4,
+    )
+    whole, part, rest = make_grpo(**options), make_grpo(**options, save_steps=1), make_grpo(**options)
+    for trainer in (whole, part, rest):
+        noisy(trainer)
+    whole.train()
+    part.callbacks.append(type("Stop", (), {"on_step_end": lambda _, t, *more: t.global_step == 1 and t.stop()})())
+    part.train()
+    rest.train(resume_from_checkpoint=str(part.run_folder / "checkpoint-1"))
+    assert_equal_weights(whole, rest)
