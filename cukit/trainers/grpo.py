@@ -215,6 +215,7 @@ class GRPOTrainer(Trainer):
         return {"chosen_entropy": (entropy * rows.chosen).sum(), "chosen": rows.chosen.sum()}
 
     def step_metrics(self, sums: dict) -> dict:
+        """See Trainer; the adaptive entropy coefficient moves here, once a step."""
         if not sums:  # nothing counted
             return {}
         tokens = max(float(sums["tokens"]), 1.0)
