@@ -163,7 +163,7 @@ class GRPOTrainer(Trainer):
         """Mark the tokens of an optimizer batch that learn, those of high entropy under the policy as it is now."""
         if not micro_batches:
             return 0
-        batch, backend = self._batch, self.model.backend
+        batch, backend = micro_batches[0].batch, self.model.backend
         if batch.chosen is None:
             batch.chosen = backend.zeros(batch.weights.shape, batch.weights.dtype)
         with no_grad():
@@ -202,13 +202,13 @@ class GRPOTrainer(Trainer):
         """
         return self.loss_function(logprobs, rows, self.args)
 
-    def _with_entropy(self, loss, entropy, rows: Rows):
+    def _with_entropy(self, loss: Tensor, entropy: Tensor, rows: Rows) -> Tensor:
         """loss − coefficient · mean entropy of the chosen tokens of the whole optimizer batch."""
         chosen = entropy if rows.chosen is None else entropy * rows.chosen
         return loss - chosen.sum() * self._entropy_weight
 
     @staticmethod
-    def _chosen_entropy(entropy, rows: Rows) -> dict:
+    def _chosen_entropy(entropy: Any, rows: Rows) -> dict[str, Any]:
         """Sums over the chosen tokens."""
         if rows.chosen is None:
             return {"chosen_entropy": entropy.sum(), "chosen": np.asarray(rows.num_learnt)}
