@@ -33,11 +33,8 @@ def split_words(
         word = "--help" if words[place] == "-h" else words[place]
         match, name, place = OPTION.fullmatch(word), option_name(word), place + 1
         if match is None or name is None:
-            if plain is not None and is_list(known[plain]):
-                found[plain] = [*found.get(plain, []), word]
-                continue
-            if plain is not None and plain not in found:
-                found[plain] = word
+            if plain is not None and not word.startswith("-") and (is_list(known[plain]) or plain not in found):
+                found[plain] = [*found.get(plain, []), word] if is_list(known[plain]) else word
                 continue
             raise ValueError(f"unexpected word {word!r}: options look like --name value; quote a text of several words")
         values = [match[2]] if match[2] is not None else []
