@@ -27,6 +27,15 @@ class EvalOptions(Options):
         "rewards by name (exact, boxed, gsm8k, …) or path/file.py:function; right means that the first is at least 1",
         group="rewards",
     )
+    environment: str | None = option(
+        None, "what answers the model between its turns: path/file.py:Class", group="environment"
+    )
+    tools: list[str] | None = option(
+        None, "functions that the model may call: path/file.py:function,function", group="environment"
+    )
+    max_tool_calling_iterations: int | None = option(
+        None, "most answers of an environment in a completion; default: no limit", group="environment"
+    )
     chat_template_kwargs: dict | None = option(None, "arguments of the chat template, as JSON", group="generation")
     device: str = option("auto", "where to run", ("auto", "cpu", "cuda"), "device and memory")
     dtype: str = option(
@@ -37,6 +46,7 @@ class EvalOptions(Options):
 
     def __post_init__(self) -> None:
         check_range(self, "limit", 1)
+        check_range(self, "max_tool_calling_iterations", 1)
 
 
 def evaluate(values: dict[str, Any]) -> None:
@@ -44,6 +54,8 @@ def evaluate(values: dict[str, Any]) -> None:
     from ..datasets.sources import load_rows, prompt_rows
     from ..models.weights import load_config, load_model, model_folder
     from ..tokenizer import Tokenizer
+    from ..trainers.environment import make_maker
+    from ..trainers.episodes import Episodes
     from ..trainers.rewarding import RewardScorer
     from ..trainers.rollout import Rollout
 
@@ -52,16 +64,21 @@ def evaluate(values: dict[str, Any]) -> None:
         show_engine(options, options.model, options.device, options.dtype, options.engine)
         return
     sampling = options.sampling
-    scorer = RewardScorer(options.reward_funcs)
+    maker, rewards = make_maker(options.environment, options.tools), options.reward_funcs
+    scorer = RewardScorer(rewards if maker is None else maker.with_own_reward(rewards)[0])
     rows = prompt_rows(load_rows(options.data))[: options.limit]
     folder = model_folder(options.model)
     tokenizer = Tokenizer.from_folder(folder)
     model_rows = load_config(folder).vocab_size
-    prompts = encode_prompts(rows, tokenizer, options.chat_template_kwargs, model_rows)
+    shown = rows if maker is None else maker.with_tools(rows)
+    prompts = encode_prompts(shown, tokenizer, options.chat_template_kwargs, model_rows)
     model = load_model(folder, options.device, options.dtype)
     rollout = Rollout(model, tokenizer, **given_values(options.engine))
-    start = time.perf_counter()
-    samples = rollout.generate(prompts, sampling, None if sampling.seed is None else [sampling.seed] * len(prompts))
+    if maker is not None:
+        limit = options.max_tool_calling_iterations
+        rollout.episodes = Episodes(rollout.llm, maker, options.chat_template_kwargs, limit)
+    start, seeds = time.perf_counter(), None if sampling.seed is None else [sampling.seed] * len(prompts)
+    samples = rollout.generate(prompts, sampling, seeds, row_of=rows.__getitem__)
     seconds = time.perf_counter() - start
     _, scores = scorer([rows[group] for group in samples.groups], samples, tokenizer)
     for line in report(options, scorer.names, scores, samples.failed, samples.lengths, samples.truncated, seconds):

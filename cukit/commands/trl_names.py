@@ -15,6 +15,7 @@ TAKEN = {  # another name for the same thing: accepted
     "vllm_max_model_length": "max_model_len",
     "max_seq_length": "max_length",
     "evaluation_strategy": "eval_strategy",
+    "environment_factory": "environment",
 }
 
 _ENGINE = "the engine is part of cukit and shares the trainer's weights"
@@ -95,7 +96,6 @@ NOT_YET = {
     **dict.fromkeys(("neftune_noise_alpha", "assistant_only_loss", "activation_offloading"), "this way of training"),
     **dict.fromkeys(("lr_scheduler_kwargs", "eval_delay", "torch_empty_cache_steps"), _SCHEDULES),
     **dict.fromkeys(("max_prompt_length",), "cutting prompts (what is too long is refused with its row)"),
-    **dict.fromkeys(("max_tool_calling_iterations", "tools", "environment_factory"), "tools"),
     **dict.fromkeys(("chat_template_path", "eos_token"), "another chat template than the tokenizer's"),
     "reward_model_name_or_path": "reward models",
 }

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,8 @@ from ..tokenizer import Tokenizer
 from .batch import PackedBatch, Rows
 from .callbacks import TrainerCallback
 from .curriculum import CurriculumSampler
+from .environment import EnvironmentMaker, make_maker
+from .episodes import Episodes
 from .evaluation import evaluate
 from .generation import Generation
 from .grpo_config import LOSS_TYPES, GRPOConfig
@@ -52,7 +55,8 @@ class GRPOTrainer(Trainer):
       equals dapo.
     * An epoch is each prompt once: its last generation batch is smaller if the prompts do not divide.
 
-    A loss of your own is one method, policy_loss: see docs/examples/custom_loss.py.
+    tools and environment_factory give a completion many turns: see docs/ENVIRONMENTS.md. A loss of your own is one
+    method, policy_loss: see docs/examples/custom_loss.py.
     """
 
     label = "grpo"
@@ -69,21 +73,49 @@ class GRPOTrainer(Trainer):
         callbacks: Iterable[TrainerCallback] = (),
         device: str = "auto",
         dtype: str = "auto",
+        tools: Sequence[Callable] | None = None,
+        environment_factory: Callable[[], Any] | None = None,
     ):
-        args = args or GRPOConfig()
+        self.args = args = args or GRPOConfig()
+        self._tools, self._environment_factory = tools, environment_factory
         reward_funcs = reward_funcs if reward_funcs is not None else args.reward_funcs
         if train_dataset is None:
             raise ValueError("GRPOTrainer needs train_dataset: a list of rows with a prompt, or a JSONL file")
-        self.scorer = RewardScorer(reward_funcs, args.reward_weights)
+        self.scorer = self._make_scorer(reward_funcs)
         super().__init__(model, args, train_dataset, eval_dataset, processing_class, callbacks, device, dtype)
         engine = flat_values(args.engine) | {
             "num_kv_blocks": self.plan.num_kv_blocks,
             "max_model_len": self.plan.max_model_len,
         }
         self.rollout = Rollout(self.model, self.tokenizer, self.plan.sleeps_cache, **engine)
+        if self.environments is not None:
+            self.rollout.episodes = self._make_episodes(self.environments)
         self.reference = self.model.frozen_copy() if args.beta else None
         self._batch: PackedBatch | None = None
         self.generation = Generation(self)
+
+    # ---- environments ----
+
+    _tools: Sequence[Callable] | None = None
+    _environment_factory: Callable | None = None
+
+    @cached_property
+    def environments(self) -> EnvironmentMaker | None:
+        """What makes the environment of each completion; None without one."""
+        args, factory, tools = self.args, self._environment_factory, self._tools
+        return make_maker(args.environment if factory is None else factory, args.tools if tools is None else tools)
+
+    def _make_scorer(self, reward_funcs: Any) -> RewardScorer:
+        weights = self.args.reward_weights
+        if self.environments is not None:
+            reward_funcs, weights = self.environments.with_own_reward(reward_funcs, weights)
+        return RewardScorer(reward_funcs, weights)
+
+    def _make_episodes(self, maker: EnvironmentMaker) -> Episodes:
+        args = self.args
+        episodes = Episodes(self.rollout.llm, maker, args.chat_template_kwargs, args.max_tool_calling_iterations)
+        episodes.around = self.interruptible
+        return episodes
 
     # ---- rows and steps ----
 
@@ -95,7 +127,8 @@ class GRPOTrainer(Trainer):
         )
         rows, model_rows = prompt_rows(rows), self.model.config.vocab_size
         try:
-            prompts = encode_prompts(rows, self.tokenizer, self.args.chat_template_kwargs, model_rows)
+            shown = rows if self.environments is None else self.environments.with_tools(rows)
+            prompts = encode_prompts(shown, self.tokenizer, self.args.chat_template_kwargs, model_rows)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
         for index, ids in enumerate(prompts):

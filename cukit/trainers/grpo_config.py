@@ -62,6 +62,19 @@ class GRPOConfig(TrainerConfig):
     sampling: SamplingOptions = nested(SamplingOptions)
     generation_kwargs: dict | None = option(None, "sampling options as JSON (TRL's spelling)", group="generation")
     chat_template_kwargs: dict | None = option(None, "arguments of the chat template, as JSON", group="generation")
+    environment: str | None = option(
+        None,
+        "what answers the model between its turns: path/file.py:Class (TRL's environment_factory)",
+        group="environment",
+    )
+    tools: list[str] | None = option(
+        None, "functions that the model may call: path/file.py:function,function", group="environment"
+    )
+    max_tool_calling_iterations: int | None = option(
+        None,
+        "most answers of an environment (or turns with tool calls) in a completion; default: no limit",
+        group="environment",
+    )
     loss_type: str = option("dapo", "how token losses are averaged (cispo: other loss)", tuple(LOSS_TYPES))
     beta: float = option(0.0, "weight of the KL to the reference model; 0 loads none")
     epsilon: float = option(0.2, "the probability ratio is clipped below 1 - epsilon")
@@ -101,6 +114,7 @@ class GRPOConfig(TrainerConfig):
             ("generation_batch_size", 1),
             ("steps_per_generation", 1),
             ("ref_model_sync_steps", 1),
+            ("max_tool_calling_iterations", 1),
             ("beta", 0),
             ("epsilon", 0),
             ("epsilon_high", 0),

@@ -7,6 +7,7 @@ import numpy as np
 from ..datasets.sources import is_conversational, reward_columns
 from ..rewards import call_reward, load_reward, reward_name
 from .advantage import combine_rewards
+from .environment import ToolEnvironment
 from .rollout import Samples
 
 
@@ -38,12 +39,14 @@ class RewardScorer:
         if len(answered) < len(rows):
             rows, samples = [rows[i] for i in answered], samples.rows(answered)
         prompts = [row["prompt"] for row in rows]
-        completions = [
+        completions = samples.messages or [
             [{"role": "assistant", "content": text}] if is_conversational(prompt) else text
             for prompt, text in zip(prompts, samples.texts, strict=True)
         ]
         given = {"prompt_ids": samples.prompt_ids, "prompt_text": prompt_texts(samples, tokenizer)}
         columns = reward_columns(rows)
+        if samples.environments is not None:
+            columns["environments"] = [made.own for made in samples.environments]
         for index, (function, name) in enumerate(zip(self.functions, self.names, strict=True) if rows else ()):
             found = call_reward(function, name, prompts, completions, samples.completion_ids, columns, **given)
             values[answered, index] = np.array(found, np.float64)  # None becomes NaN
@@ -92,6 +95,7 @@ def evaluation_metrics(names: list[str], samples: Samples, rewards: np.ndarray, 
     found = {"eval/accuracy": share, "eval/frac_reward_none": left_out, "eval/reward": nan_mean(rewards)}
     found |= {f"eval/rewards/{name}/mean": nan_mean(by_function[:, i]) for i, name in enumerate(names)}
     found |= {"eval/length": float(samples.lengths.mean()), "eval/clipped_ratio": float(samples.truncated.mean())}
+    found |= {f"eval/{name}": value for name, value in environment_metrics(samples).items()}
     return found | ({"eval/error_rows": int(failed.sum())} if failed.any() else {})
 
 
@@ -106,6 +110,19 @@ def sample_metrics(samples: Samples) -> dict:
             f"completions/min_{name}": float(values.min()),
             f"completions/max_{name}": float(values.max()),
         }
+    return found | environment_metrics(samples)
+
+
+def environment_metrics(samples: Samples) -> dict:
+    """Turns of the model; tool calls a completion and the share of them that failed, under TRL's names."""
+    if samples.messages is None or samples.environments is None:
+        return {}
+    turns = [sum(message["role"] == "assistant" for message in messages) for messages in samples.messages]
+    found = {"completions/mean_turns": float(np.mean(turns)), "completions/max_turns": float(np.max(turns))}
+    callers = [made.responder for made in samples.environments if isinstance(made.responder, ToolEnvironment)]
+    if callers:
+        calls, failed = (sum(getattr(one, name) for one in callers) for name in ("num_calls", "num_failed_calls"))
+        found |= {"tools/call_frequency": calls / len(callers), "tools/failure_frequency": failed / max(calls, 1)}
     return found
 
 
