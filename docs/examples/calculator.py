@@ -1,4 +1,4 @@
-"""A model learns to call a calculator: an environment of your own, in two minutes on a CPU.
+"""A model learns to call a calculator: an environment of your own, in a minute or two on a CPU.
 
     python docs/examples/calculator.py
 
