@@ -1,5 +1,6 @@
 """Shared fixtures. `pytest` runs what needs neither a GPU nor much time; see the markers in pyproject.toml."""
 
+import importlib
 import lzma
 import shutil
 from pathlib import Path
@@ -18,6 +19,13 @@ def pytest_collection_modifyitems(config, items):
         if dropped := [item for item in items if item.get_closest_marker("gpu") is not None]:
             config.hook.pytest_deselected(items=dropped)
         items[:] = chosen
+
+
+@pytest.fixture
+def datasets_library():
+    """Hugging Face's package datasets; the test is skipped without it."""
+    pytest.importorskip("datasets.arrow_dataset")  # `datasets` alone also finds the folder of these tests
+    return importlib.import_module("datasets")
 
 
 @pytest.fixture

@@ -45,6 +45,15 @@ class EvalOptions(Options):
     pass_at_k: list[int] | None = option(
         None, "the k of pass@k where n is above 1; default: powers of two up to n", group="rewards"
     )
+    environment: str | None = option(
+        None, "what answers the model between its turns: path/file.py:Class", group="environment"
+    )
+    tools: list[str] | None = option(
+        None, "functions that the model may call: path/file.py:function,function", group="environment"
+    )
+    max_tool_calling_iterations: int | None = option(
+        None, "most answers of an environment in a completion; default: no limit", group="environment"
+    )
     chat_template_kwargs: dict | None = option(None, "arguments of the chat template, as JSON", group="generation")
     device: str = option("auto", "where to run", ("auto", "cpu", "cuda"), "device and memory")
     dtype: str = option(
@@ -61,6 +70,7 @@ class EvalOptions(Options):
 
     def __post_init__(self) -> None:
         check_range(self, "limit", 1)
+        check_range(self, "max_tool_calling_iterations", 1)
         pass_at_k_values(self.pass_at_k, self.sampling.n, "n")
         if self.tasks is not None:
             names = list(find_tasks(self.tasks))
@@ -74,6 +84,8 @@ def evaluate(values: dict[str, Any]) -> None:
     from ..models.weights import load_model, model_folder
     from ..runs.evaluations import write_answers
     from ..tokenizer import Tokenizer
+    from ..trainers.environment import make_maker
+    from ..trainers.episodes import Episodes
     from ..trainers.rollout import Rollout
 
     options = make(EvalOptions, values)
@@ -82,11 +94,15 @@ def evaluate(values: dict[str, Any]) -> None:
         return
     folder = model_folder(options.model)
     tokenizer = Tokenizer.from_folder(folder)
-    suites = [read_suite(options, name, tokenizer, folder) for name in find_tasks(options.tasks or []) or [None]]
+    maker, names = make_maker(options.environment, options.tools), find_tasks(options.tasks or []) or [None]
+    suites = [read_suite(options, name, tokenizer, folder, maker) for name in names]
     if options.sampling.n > 1 and options.sampling.temperature == 0:
         say(f"warning: with temperature=0 the n={options.sampling.n} answers to a prompt are equal: raise temperature")
     model = load_model(folder, options.device, options.dtype)
     rollout = Rollout(model, tokenizer, **given_values(options.engine))
+    if maker is not None:
+        limit = options.max_tool_calling_iterations
+        rollout.episodes = Episodes(rollout.llm, maker, options.chat_template_kwargs, limit)
     answers: list[dict] = []
     for suite in suites:
         answers += run_suite(options, suite, rollout, tokenizer)
@@ -105,8 +121,8 @@ class Suite:
     scorer: Any
 
 
-def read_suite(options: EvalOptions, task: str | None, tokenizer: Any, folder: Path) -> Suite:
-    """The rows of --data or of a task."""
+def read_suite(options: EvalOptions, task: str | None, tokenizer: Any, folder: Path, maker: Any) -> Suite:
+    """The rows of --data or of a task. maker: of environments, or None."""
     from ..datasets.columns import dataset_rows
     from ..datasets.demonstrations import encode_prompts, fit_prompts
     from ..datasets.sources import located, prompt_rows
@@ -117,13 +133,16 @@ def read_suite(options: EvalOptions, task: str | None, tokenizer: Any, folder: P
     if task is not None:
         data = options.data if "data" in options.given else bundled(TASKS[task].data)
         rewards = rewards if rewards is not None else [TASKS[task].reward]
+    if maker is not None:
+        rewards, _ = maker.with_own_reward(rewards)
     scorer = RewardScorer(rewards, limits=options.reward_limits)
     rows = dataset_rows(data, options.rows, "test", options.limit)
     if task is not None:
         rows = [located(TASKS[task].row, index, row) for index, row in enumerate(rows)]
     rows = prompt_rows(rows)
     config = load_config(folder)
-    prompts = encode_prompts(rows, tokenizer, options.chat_template_kwargs, config.vocab_size)
+    shown = rows if maker is None else maker.with_tools(rows)
+    prompts = encode_prompts(shown, tokenizer, options.chat_template_kwargs, config.vocab_size)
     context = min(config.max_position_embeddings, options.max_model_len or config.max_position_embeddings)
     rows, prompts, said = fit_prompts(rows, prompts, options.prompts, context)
     if said:
@@ -138,7 +157,7 @@ def run_suite(options: EvalOptions, suite: Suite, rollout: Any, tokenizer: Any) 
     sampling, scorer = options.sampling, suite.scorer
     start = time.perf_counter()
     seeds = None if sampling.seed is None else [sampling.seed] * len(suite.prompts)
-    samples = rollout.generate(suite.prompts, sampling, seeds)
+    samples = rollout.generate(suite.prompts, sampling, seeds, row_of=suite.rows.__getitem__)
     seconds = time.perf_counter() - start
     rows = [suite.rows[group] for group in samples.groups]
     _, scores = scorer(rows, samples, tokenizer)

@@ -55,6 +55,7 @@ ROWS: tuple[Row, ...] = (
     *_taken("max_length", "max_seq_length"),
     *_taken("eval_strategy", "evaluation_strategy"),
     *_taken("gradient_checkpointing", "activation_checkpointing"),
+    *_taken("environment", "environment_factory"),
     *_taken("vllm_importance_sampling_clip_max", "vllm_importance_sampling_cap"),
     Row("use_cpu", TAKEN, "device", becomes=((True, "cpu"),), note="true: cpu"),
     Row("no_cuda", TAKEN, "device", becomes=((True, "cpu"),), note="true: cpu"),
@@ -81,7 +82,6 @@ ROWS: tuple[Row, ...] = (
         *("vllm_server_base_url", "vllm_server_host", "vllm_server_port", "vllm_server_timeout", "vllm_group_port"),
     ),
     *_not_yet("guided decoding", "vllm_structured_outputs_regex", "vllm_guided_decoding_regex"),
-    *_not_yet("tools", "max_tool_calling_iterations", "tools", "environment_factory"),
     # ---- models ----
     *_not_needed(
         "models are plain safetensors folders, and no code of theirs is run", "trust_remote_code", "low_cpu_mem_usage"

@@ -182,6 +182,30 @@ class Tokenizer:
         except ValueError as error:
             raise ValueError(f"{self.name}: {error}") from error.__cause__
 
+    def encode_continuation(
+        self,
+        messages: Sequence[dict],
+        replies: Sequence[dict],
+        last_token: int,
+        tools: list[dict] | None = None,
+        **template_arguments: Any,
+    ) -> list[int]:
+        """The ids that a chat gains by `replies` and the next generation prompt; nothing before them is looked at.
+
+        messages end with what the assistant said; last_token ends its ids. If the template ends an answer with that
+        token, it is there already and is left out here. ValueError for a template that cannot go on like that.
+        """
+        if self._chat is None:
+            raise ValueError(f"{self.name}: the tokenizer has no chat template, which a further turn needs")
+        try:
+            text = self._chat.render_continuation(messages, replies, tools, template_arguments)
+        except ValueError as error:
+            raise ValueError(f"{self.name}: {error}") from error.__cause__
+        ids = self.encode(text)
+        place = ids.index(last_token) if last_token in ids else -1
+        is_end = place >= 0 and not self.decode(ids[:place], skip_special_tokens=False).strip()
+        return ids[place + 1 :] if is_end else ids
+
     # ---- folders ----
 
     def save(self, folder: str | os.PathLike) -> None:

@@ -30,7 +30,9 @@ def evaluate(trainer) -> dict:
     else:
         seeds = [prompt_seed(args.seed, EVALUATION, place) for place in range(len(trainer.eval_rows))]
     prompts = [ids for _, ids in trainer.eval_rows]
-    samples = trainer.rollout.generate(prompts, sampling, seeds, trainer.raise_if_stopped)
+    samples = trainer.rollout.generate(
+        prompts, sampling, seeds, trainer.raise_if_stopped, row_of=lambda place: trainer.eval_rows[place][0]
+    )
     rows = [trainer.eval_rows[group][0] for group in samples.groups]
     with trainer.interruptible():
         rewards, by_function = scorer(rows, samples, trainer.tokenizer)

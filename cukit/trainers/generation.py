@@ -79,6 +79,7 @@ class Generation:
                 [prompt_seed(args.seed, number, place) for place in range(len(data_rows))],
                 trainer.raise_if_stopped,
                 replacements,
+                lambda place: trainer.train_rows[data_rows[place]][0],
             )
         if replacements is None:
             return data_rows, samples, *score(range(len(data_rows)), samples), None, {}

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -28,6 +28,8 @@ from .batch import PackedBatch, Rows
 from .callbacks import TrainerCallback
 from .curriculum import CurriculumSampler
 from .entropy import EntropyBonus, high_entropy
+from .environment import EnvironmentMaker, make_maker
+from .episodes import Episodes
 from .evaluation import evaluate
 from .generation import Generation
 from .grpo_config import GRPOConfig
@@ -54,7 +56,8 @@ class GRPOTrainer(Trainer):
       equals dapo.
     * An epoch is each prompt once: its last generation batch is smaller if the prompts do not divide.
 
-    A loss of your own is one method, policy_loss (docs/examples/custom_loss.py), or --loss file.py:function.
+    tools and environment_factory give a completion many turns: see docs/ENVIRONMENTS.md. A loss of your own is one
+    method, policy_loss (docs/examples/custom_loss.py), or --loss file.py:function.
     """
 
     label = "grpo"
@@ -72,17 +75,18 @@ class GRPOTrainer(Trainer):
         device: str = "auto",
         dtype: str = "auto",
         eval_reward_funcs: Reward | Sequence[Reward] | None = None,
+        tools: Sequence[Callable] | None = None,
+        environment_factory: Callable[[], Any] | None = None,
     ):
-        args = args or GRPOConfig()
+        self.args = args = args or GRPOConfig()
+        self._tools, self._environment_factory = tools, environment_factory
         reward_funcs = reward_funcs if reward_funcs is not None else args.reward_funcs
         if train_dataset is None:
             raise ValueError("GRPOTrainer needs train_dataset: rows with a prompt, a file, or a name of the hub")
-        state = partial(trainer_state, self)
-        self.scorer = RewardScorer(reward_funcs, args.reward_weights, args.reward_limits, state)
+        self.scorer = self.eval_scorer = self._make_scorer(reward_funcs, args.reward_weights)
         eval_reward_funcs = eval_reward_funcs if eval_reward_funcs is not None else args.eval_reward_funcs
-        self.eval_scorer = self.scorer
         if eval_reward_funcs is not None:
-            self.eval_scorer = RewardScorer(eval_reward_funcs, None, args.reward_limits, state)
+            self.eval_scorer = self._make_scorer(eval_reward_funcs)
         self.loss_function = load_loss(args.loss) if args.loss else built_in_loss
         self.entropy_bonus, self._entropy_weight = EntropyBonus(args.loss_options), 0.0
         super().__init__(model, args, train_dataset, eval_dataset, processing_class, callbacks, device, dtype)
@@ -91,9 +95,33 @@ class GRPOTrainer(Trainer):
             "max_model_len": self.plan.max_model_len,
         }
         self.rollout = Rollout(self.model, self.tokenizer, self.plan.sleeps_cache, **engine)
+        if self.environments is not None:
+            self.rollout.episodes = self._make_episodes(self.environments)
         self.reference = self.model.frozen_copy() if args.beta else None
         self._batch: PackedBatch | None = None
         self.generation = Generation(self)
+
+    # ---- environments ----
+
+    _tools: Sequence[Callable] | None = None
+    _environment_factory: Callable | None = None
+
+    @cached_property
+    def environments(self) -> EnvironmentMaker | None:
+        """What makes the environment of each completion; None without one."""
+        args, factory, tools = self.args, self._environment_factory, self._tools
+        return make_maker(args.environment if factory is None else factory, args.tools if tools is None else tools)
+
+    def _make_scorer(self, reward_funcs: Any, weights: list[float] | None = None) -> RewardScorer:
+        if self.environments is not None:
+            reward_funcs, weights = self.environments.with_own_reward(reward_funcs, weights)
+        return RewardScorer(reward_funcs, weights, self.args.reward_limits, partial(trainer_state, self))
+
+    def _make_episodes(self, maker: EnvironmentMaker) -> Episodes:
+        args = self.args
+        episodes = Episodes(self.rollout.llm, maker, args.chat_template_kwargs, args.max_tool_calling_iterations)
+        episodes.around = self.interruptible
+        return episodes
 
     # ---- rows and steps ----
 
@@ -107,7 +135,8 @@ class GRPOTrainer(Trainer):
         )
         rows, model_rows = prompt_rows(rows), self.model.config.vocab_size
         try:
-            prompts = encode_prompts(rows, self.tokenizer, self.args.chat_template_kwargs, model_rows)
+            shown = rows if self.environments is None else self.environments.with_tools(rows)
+            prompts = encode_prompts(shown, self.tokenizer, self.args.chat_template_kwargs, model_rows)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
         try:

@@ -71,6 +71,19 @@ class GRPOConfig(TrainerConfig):
     sampling: SamplingOptions = nested(SamplingOptions)
     generation_kwargs: dict | None = option(None, "sampling options as JSON (TRL's spelling)", group="generation")
     chat_template_kwargs: dict | None = option(None, "arguments of the chat template, as JSON", group="generation")
+    environment: str | None = option(
+        None,
+        "what answers the model between its turns: path/file.py:Class (TRL's environment_factory)",
+        group="environment",
+    )
+    tools: list[str] | None = option(
+        None, "functions that the model may call: path/file.py:function,function", group="environment"
+    )
+    max_tool_calling_iterations: int | None = option(
+        None,
+        "most answers of an environment (or turns with tool calls) in a completion; default: no limit",
+        group="environment",
+    )
     loss_options: LossOptions = nested(LossOptions)
     sync_ref_model: bool = option(False, "move the reference model towards the policy")
     ref_model_mixup_alpha: float = option(0.6, "reference = alpha * policy + (1 - alpha) * reference")
@@ -106,6 +119,7 @@ class GRPOConfig(TrainerConfig):
             ("generation_batch_size", 1),
             ("steps_per_generation", 1),
             ("ref_model_sync_steps", 1),
+            ("max_tool_calling_iterations", 1),
         ):
             check_range(self, name, low)
         for name in ("min_p", "ref_model_mixup_alpha"):

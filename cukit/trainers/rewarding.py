@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 import numpy as np
 
@@ -23,6 +24,7 @@ from ..rewards import (
 from ..rewards.config import RewardLimits
 from ..tokenizer.streaming import token_texts
 from .advantage import combine_rewards
+from .environment import ToolEnvironment
 from .rollout import Samples
 
 logger = logging.getLogger(__name__)
@@ -70,16 +72,19 @@ class RewardScorer:
         if len(answered) < len(rows):
             rows, samples = [rows[i] for i in answered], samples.rows(answered)
         prompts = [row["prompt"] for row in rows]
-        completions = [
+        completions = samples.messages or [
             [{"role": "assistant", "content": text}] if is_conversational(prompt) else text
             for prompt, text in zip(prompts, samples.texts, strict=True)
         ]
         if rows:
+            columns = reward_columns(rows)
+            if samples.environments is not None:
+                columns["environments"] = [made.own for made in samples.environments]
             batch = RewardBatch(
                 prompts,
                 completions,
                 samples.completion_ids,
-                reward_columns(rows),
+                columns,
                 samples.prompt_ids,
                 prompt_texts(samples, tokenizer),
                 self.state(),
@@ -97,8 +102,9 @@ class RewardScorer:
         for one, name in zip(self.functions, self.names, strict=True):
             (workers if isinstance(one, RewardWorker) else functions).append((one, name))
         try:
+            own = {name: values for name, values in batch.columns.items() if name != "environments"}
             for worker, name in workers:
-                worker.send(name, batch)
+                worker.send(name, replace(batch, columns=own))  # environments live in this process alone
             here = iter(call_rewards(functions, batch, log))
             there = {name: worker.receive(len(batch.completions), log) for worker, name in workers}
             log.check(", ".join(self.names))
@@ -186,6 +192,7 @@ def evaluation_metrics(names: list[str], samples: Samples, rewards: np.ndarray, 
     found = {"eval/accuracy": share, "eval/frac_reward_none": left_out, "eval/reward": nan_mean(rewards)}
     found |= {f"eval/rewards/{name}/mean": nan_mean(by_function[:, i]) for i, name in enumerate(names)}
     found |= {"eval/length": float(samples.lengths.mean()), "eval/clipped_ratio": float(samples.truncated.mean())}
+    found |= {f"eval/{name}": value for name, value in environment_metrics(samples).items()}
     return found | ({"eval/error_rows": int(failed.sum())} if failed.any() else {})
 
 
@@ -200,6 +207,19 @@ def sample_metrics(samples: Samples) -> dict:
             f"completions/min_{name}": float(values.min()),
             f"completions/max_{name}": float(values.max()),
         }
+    return found | environment_metrics(samples)
+
+
+def environment_metrics(samples: Samples) -> dict:
+    """Turns of the model; tool calls a completion and the share of them that failed, under TRL's names."""
+    if samples.messages is None or samples.environments is None:
+        return {}
+    turns = [sum(message["role"] == "assistant" for message in messages) for messages in samples.messages]
+    found = {"completions/mean_turns": float(np.mean(turns)), "completions/max_turns": float(np.max(turns))}
+    callers = [made.responder for made in samples.environments if isinstance(made.responder, ToolEnvironment)]
+    if callers:
+        calls, failed = (sum(getattr(one, name) for one in callers) for name in ("num_calls", "num_failed_calls"))
+        found |= {"tools/call_frequency": calls / len(callers), "tools/failure_frequency": failed / max(calls, 1)}
     return found
 
 
@@ -219,7 +239,9 @@ def completion_rows(
         ids = samples.token_ids[index][samples.prompt_lengths[index] :]
         entry |= {"finish_reason": samples.finish_reasons[index], "length": len(ids)}
         if tokenizer is not None and len(samples.logprobs[index]):
-            logprobs = np.asarray(samples.logprobs[index], np.float64).round(4)
+            logprobs = np.full(len(ids), np.nan)  # null for what an environment said
+            drawn = slice(None) if samples.masks is None else samples.masks[index]
+            logprobs[drawn] = np.asarray(samples.logprobs[index], np.float64).round(4)
             entry |= {"tokens": token_texts(tokenizer, ids.tolist()), "logprobs": logprobs}
         _refuse_taken("log_extra", samples.recorded, {"step", *entry})
         found.append(entry | {name: values[index] for name, values in samples.recorded.items()})

@@ -218,8 +218,7 @@ def test_without_huggingface_hub(monkeypatch):
 
 
 @pytest.mark.slow
-def test_rows_are_those_of_the_datasets_library(gsm8k, tmp_path):
-    pytest.importorskip("datasets")
+def test_rows_are_those_of_the_datasets_library(gsm8k, tmp_path, datasets_library):
     code = (
         "import datasets, json, sys; print(json.dumps([list(datasets.load_dataset('openai/gsm8k', 'main', split=s))"
         " for s in ('train', 'test')]))"

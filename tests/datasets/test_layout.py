@@ -97,8 +97,7 @@ WORDS = ["train", "test", "dev", "val", "validation", "eval", "latest", "trainin
 
 
 @pytest.mark.slow
-def test_names_are_read_as_the_datasets_library_reads_them(tmp_path):
-    datasets = pytest.importorskip("datasets")
+def test_names_are_read_as_the_datasets_library_reads_them(tmp_path, datasets_library):
     draw = random.Random(1)
     for number in range(60):
         root = tmp_path / str(number)
@@ -111,8 +110,8 @@ def test_names_are_read_as_the_datasets_library_reads_them(tmp_path):
         for name in names:
             (root / name).parent.mkdir(parents=True, exist_ok=True)
             (root / name).write_text("a\n1\n")
-        patterns = datasets.data_files.get_data_patterns(str(root))
-        found = datasets.data_files.DataFilesDict.from_patterns(patterns, base_path=str(root))
+        patterns = datasets_library.data_files.get_data_patterns(str(root))
+        found = datasets_library.data_files.DataFilesDict.from_patterns(patterns, base_path=str(root))
         for split, paths in found.items():
             wanted = sorted({path.removeprefix(f"{root}/") for path in paths})  # the library may name a file twice
             assert choose(sorted(names), "", "set", None, split).files == wanted, (names, split)

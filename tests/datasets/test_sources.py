@@ -94,12 +94,11 @@ def test_objects_that_give_rows():
         load_rows(3)
 
 
-def test_datasets_of_the_library():
-    datasets = pytest.importorskip("datasets")
+def test_datasets_of_the_library(datasets_library):
     rows = [{"prompt": [{"role": "user", "content": str(i)}], "answer": str(i), "n": i} for i in range(5)]
-    found = datasets.Dataset.from_list(rows)
+    found = datasets_library.Dataset.from_list(rows)
     assert load_rows(found) == rows
     assert load_rows(found, ["answer"]) == [{"answer": str(i)} for i in range(5)]
     assert load_rows(found.to_iterable_dataset()) == rows
     with pytest.raises(ValueError, match="a dict of train"):
-        load_rows(datasets.DatasetDict({"train": found}))
+        load_rows(datasets_library.DatasetDict({"train": found}))

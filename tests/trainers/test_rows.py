@@ -42,9 +42,8 @@ def test_data_of_each_kind_trains(make_grpo, tmp_path):
     assert set(answers) == {row["a"] for row in QUESTIONS}
 
 
-def test_datasets_of_the_library_train(make_grpo, make_sft):
-    datasets = pytest.importorskip("datasets")
-    found = datasets.Dataset.from_list(QUESTIONS)
+def test_datasets_of_the_library_train(make_grpo, make_sft, datasets_library):
+    found = datasets_library.Dataset.from_list(QUESTIONS)
     trainer = make_grpo(train_dataset=found, max_steps=1, **COLUMNS)
     trainer.train()
     assert asked(trainer) == [row["q"] for row in QUESTIONS]
