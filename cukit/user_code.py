@@ -1,4 +1,4 @@
-"""A user's own functions: rewards and losses, as "path/file.py:function"."""
+"""A user's own functions and classes: rewards, losses, tools, environments, as "path/file.py:function"."""
 
 import importlib.util
 import sys
@@ -16,28 +16,37 @@ def names_a_file(spec: str) -> bool:
 
 
 def load_function(spec: str, what: str) -> Callable[..., Any]:
-    """The function of "path/file.py:function". what: "reward" or "loss", for messages.
+    """The function of "path/file.py:function". what: "reward", "loss", …, for messages.
 
     The file is run as Python code, with its own folder importable. ValueError in one line if anything is missing.
     """
+    return _loaded(spec, what, [spec.rpartition(":")[2]])[0]
+
+
+def load_functions(spec: str, what: str) -> list[Callable[..., Any]]:
+    """The functions or classes of "path/file.py:name,name", out of one run of the file; see load_function."""
+    return _loaded(spec, what, [name.strip() for name in spec.rpartition(":")[2].split(",")])
+
+
+def _loaded(spec: str, what: str, names: list[str]) -> list[Callable[..., Any]]:
     if not names_a_file(spec):
         raise ValueError(f"{what} {spec!r}: give it as 'path/file.py:function'")
-    file_name, _, function_name = spec.rpartition(":")
+    file_name = spec.rpartition(":")[0]
     path = Path(file_name)
     if not path.is_file():
         raise ValueError(f"{what} {spec!r}: file {file_name!r} does not exist")
     module = _import_file(path.resolve(), f"{what} {spec!r}", f"cukit_{what}")
-    function = getattr(module, function_name, None)
-    if function is None:
-        found = [
-            name for name, value in vars(module).items() if callable(value) and value.__module__ == module.__name__
-        ]
-        raise ValueError(
-            f"{what} {spec!r}: {file_name} has no {function_name!r} (it has: {', '.join(found) or 'nothing'})"
-        )
-    if not callable(function):
-        raise ValueError(f"{what} {spec!r}: {function_name!r} is {type(function).__name__}, not a function")
-    return function
+    return [_callable(module, name, f"{what} {spec!r}", file_name) for name in names]
+
+
+def _callable(module: ModuleType, name: str, where: str, file_name: str) -> Callable[..., Any]:
+    value = getattr(module, name, None)
+    if value is None:
+        found = [key for key, one in vars(module).items() if callable(one) and one.__module__ == module.__name__]
+        raise ValueError(f"{where}: {file_name} has no {name!r} (it has: {', '.join(found) or 'nothing'})")
+    if not callable(value):
+        raise ValueError(f"{where}: {name!r} is {type(value).__name__}, not a function")
+    return value
 
 
 def one_line(error: BaseException) -> str:

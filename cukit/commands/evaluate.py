@@ -135,7 +135,7 @@ def read_suite(options: EvalOptions, task: str | None, tokenizer: Any, folder: P
         rewards = rewards if rewards is not None else [TASKS[task].reward]
     if maker is not None:
         rewards, _ = maker.with_own_reward(rewards)
-    scorer = RewardScorer(rewards, limits=options.reward_limits)
+    scorer = RewardScorer(rewards, limits=options.reward_limits, in_process=maker is not None)
     rows = dataset_rows(data, options.rows, "test", options.limit)
     if task is not None:
         rows = [located(TASKS[task].row, index, row) for index, row in enumerate(rows)]

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
-import sys
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+from ..user_code import load_function, load_functions
 from .tools import answer_call, parse_tool_calls, tool_schemas
 
 NO_TOOLS = ("reset", "respond", "get_reward")  # methods that the model cannot call
@@ -209,43 +207,8 @@ def make_maker(factory: Any, tools: Any) -> EnvironmentMaker | None:
     None without either.
     """
     if isinstance(factory, str):
-        (factory,) = _loaded(factory, "environment")
+        factory = load_function(factory, "environment")
     found = []
     for tool in tools or ():
-        found += _loaded(tool, "tools") if isinstance(tool, str) else [tool]
+        found += load_functions(tool, "tools") if isinstance(tool, str) else [tool]
     return EnvironmentMaker(factory, found) if factory is not None or found else None
-
-
-def _loaded(spec: str, what: str) -> list[Callable]:
-    file_name, _, names = spec.rpartition(":")
-    path = Path(file_name)
-    if not file_name.endswith(".py") or not names or (what == "environment" and "," in names):
-        raise ValueError(f"{what} {spec!r}: write it as path/file.py:name")
-    if not path.is_file():
-        raise ValueError(f"{what} {spec!r}: file {file_name!r} does not exist")
-    module_name = f"cukit_{what}_{path.stem}_{abs(hash(str(path.resolve())))}"
-    if module_name not in sys.modules:
-        _import(path.resolve(), module_name, f"{what} {spec!r}")
-    module, found = sys.modules[module_name], []
-    for name in names.split(","):
-        value = getattr(module, name.strip(), None)
-        if not callable(value):
-            raise ValueError(f"{what} {spec!r}: {file_name} has no class or function {name.strip()!r}")
-        found.append(value)
-    return found
-
-
-def _import(path: Path, module_name: str, where: str) -> None:
-    module_spec = importlib.util.spec_from_file_location(module_name, path)
-    assert module_spec is not None and module_spec.loader is not None
-    module = importlib.util.module_from_spec(module_spec)
-    sys.modules[module_name] = module
-    sys.path.insert(0, str(path.parent))
-    try:
-        module_spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
-        sys.modules.pop(module_name, None)
-        text = " ".join(str(error).split())[:300]
-        raise ValueError(f"{where}: importing it raised {type(error).__name__}: {text}") from error
-    finally:
-        sys.path.remove(str(path.parent))

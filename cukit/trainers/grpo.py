@@ -115,7 +115,8 @@ class GRPOTrainer(Trainer):
     def _make_scorer(self, reward_funcs: Any, weights: list[float] | None = None) -> RewardScorer:
         if self.environments is not None:
             reward_funcs, weights = self.environments.with_own_reward(reward_funcs, weights)
-        return RewardScorer(reward_funcs, weights, self.args.reward_limits, partial(trainer_state, self))
+        state, in_process = partial(trainer_state, self), self.environments is not None
+        return RewardScorer(reward_funcs, weights, self.args.reward_limits, state, in_process)
 
     def _make_episodes(self, maker: EnvironmentMaker) -> Episodes:
         args = self.args

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 
 import numpy as np
 
@@ -33,7 +32,8 @@ logger = logging.getLogger(__name__)
 class RewardScorer:
     """Calls every reward on a batch. names: one a function, as metrics use them.
 
-    limits: of the processes of rewards from files. state: tells where the run stands, for rewards that ask.
+    limits: of the processes of rewards from files. state: tells where the run stands, for rewards that ask. in_process:
+    without such processes, since rewards get live objects (environments).
     """
 
     def __init__(
@@ -42,6 +42,7 @@ class RewardScorer:
         reward_weights: list[float] | None = None,
         limits: RewardLimits | None = None,
         state: Callable[[], TrainerState] = TrainerState,
+        in_process: bool = False,
     ):
         specs = [reward_funcs] if callable(reward_funcs) or isinstance(reward_funcs, str) else list(reward_funcs or [])
         if not specs:
@@ -52,7 +53,7 @@ class RewardScorer:
             )
         self.weights, self.state = reward_weights, state
         self._metrics: dict[str, list[float]] = {}
-        started = [_reward(spec, limits) for spec in specs]  # processes load side by side
+        started = [_reward(spec, limits, in_process) for spec in specs]  # processes load side by side
         self.functions = [one.loaded() if isinstance(one, RewardWorker) else one for one in started]
         self.names: list[str] = []
         for function in self.functions:
@@ -102,9 +103,8 @@ class RewardScorer:
         for one, name in zip(self.functions, self.names, strict=True):
             (workers if isinstance(one, RewardWorker) else functions).append((one, name))
         try:
-            own = {name: values for name, values in batch.columns.items() if name != "environments"}
             for worker, name in workers:
-                worker.send(name, replace(batch, columns=own))  # environments live in this process alone
+                worker.send(name, batch)
             here = iter(call_rewards(functions, batch, log))
             there = {name: worker.receive(len(batch.completions), log) for worker, name in workers}
             log.check(", ".join(self.names))
@@ -136,8 +136,8 @@ class RewardScorer:
         return found | recorded
 
 
-def _reward(spec, limits: RewardLimits | None) -> Callable | RewardWorker:
-    if not runs_in_a_process(spec):
+def _reward(spec, limits: RewardLimits | None, in_process: bool) -> Callable | RewardWorker:
+    if in_process or not runs_in_a_process(spec):
         return load_reward(spec)
     if workers_are_possible():
         return RewardWorker(spec, limits)

@@ -214,8 +214,8 @@ def test_names_by_file(make_run, file):
     trainer = make_run([f"{file}:words"])
     assert trainer.environments.name == "Again" and trainer.scorer.names == ["words", "Again"]
     for spec, message in [
-        ("Again", "write it as path/file.py:name"),
-        (f"{file}:Nothing", "has no class or function 'Nothing'"),
+        ("Again", "give it as"),
+        (f"{file}:Nothing", "has no 'Nothing'"),
         (f"{file.parent / 'none.py'}:Again", "does not exist"),
     ]:
         with pytest.raises(ValueError, match=message) as error:
