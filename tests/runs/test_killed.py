@@ -103,7 +103,9 @@ def rows_of(run):
 DYNAMIC = {"dynamic_sampling": True, "max_num_gen_batches": 3, "curriculum": "both", "curriculum_patience": 3}
 
 
-@pytest.mark.parametrize("options", [{}, DYNAMIC], ids=["plain", "dynamic"])
+@pytest.mark.parametrize(
+    "options", [pytest.param({}, id="plain"), pytest.param(DYNAMIC, id="dynamic", marks=pytest.mark.slow)]
+)
 def test_a_run_killed_at_random_moments_ends_as_if_nothing_had_happened(tmp_path, options):
     """kill -9 three times, a random time after a random step; then the run goes on: equal bits, nothing left over."""
     straight, cut, moments = tmp_path / "straight", tmp_path / "cut", random.Random(20261128)
@@ -138,6 +140,7 @@ MOMENTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_a_run_killed_at_a_bad_moment_ends_as_if_nothing_had_happened(tmp_path, moment, straight_run):
     cut = tmp_path / "cut"
