@@ -11,12 +11,15 @@ from collections.abc import Callable
 
 from cukit.bench import GenerateBench, GRPOBench, KernelsBench, TrainBench
 from cukit.commands.bench import bench_generate, bench_grpo, bench_kernels, bench_train
+from cukit.commands.chat import TINY_MODEL, ChatOptions, chat
 from cukit.commands.command import Command
+from cukit.commands.data import PrepareOptions, ShowOptions, data_prepare, data_show
 from cukit.commands.doctor import doctor
 from cukit.commands.evaluate import TEST_ROWS, EvalOptions, evaluate
-from cukit.commands.generate import TINY_MODEL, GenerateOptions, generate
+from cukit.commands.generate import GenerateOptions, generate
 from cukit.commands.kernels import KernelsOptions, kernels_build
 from cukit.commands.parser import parse, resolve
+from cukit.commands.report import ReportOptions, report
 from cukit.commands.train import TrainFiles, grpo, sft
 from cukit.runs.progress import show_log_lines
 from cukit.trainers.config import SFTConfig
@@ -46,15 +49,27 @@ COMMANDS = {
         recipe="data/recipes/tiny-sft.yaml",
         bundled={"data": "data/arithmetic/sft.jsonl"},
     ),
+    "chat": Command(
+        chat,
+        "talk with a model",
+        (ChatOptions,),
+        examples=(
+            "cukit chat --model runs/grpo-001            # with the newest model of a run; /help in it shows more",
+            'cukit chat --model FOLDER --system_prompt "Answer in one word." --temperature 0.7',
+        ),
+        words="prompt",
+        bundled={"model": TINY_MODEL},
+    ),
     "generate": Command(
         generate,
-        "talk with a model, or answer a prompt",
+        "answer a prompt",
         (GenerateOptions,),
         examples=(
-            'cukit generate --model FOLDER --prompt "What is the capital of France?"',
+            'cukit generate --model FOLDER "What is the capital of France?"',
             "echo 2+9+9-6 | cukit generate --temperature 0",
-            "cukit generate --model runs/grpo-001        # a conversation with the newest model of a run",
+            'cukit generate --model FOLDER --raw --prompt "Once upon a time" --n 4',
         ),
+        words="prompt",
         bundled={"model": TINY_MODEL},
     ),
     "eval": Command(
@@ -63,9 +78,39 @@ COMMANDS = {
         (EvalOptions,),
         examples=(
             "cukit eval --model FOLDER --data test.jsonl --reward_funcs boxed",
-            "cukit eval --model runs/grpo-001 --n 4 --temperature 1 --limit 100",
+            "cukit eval --model FOLDER --tasks gsm8k,math500 --n 8 --temperature 0.6 --output answers.jsonl",
         ),
         bundled={"model": TINY_MODEL, "data": TEST_ROWS, "reward_funcs": ["gsm8k"]},
+    ),
+    "report": Command(
+        report,
+        "one HTML page about one run or several: curves, completions, options",
+        (ReportOptions,),
+        examples=(
+            "cukit report runs/grpo-001                  # writes runs/grpo-001/report.html, as the run did at its end",
+            "cukit report runs/grpo-001 runs/grpo-002 --output both.html",
+        ),
+        words="runs",
+    ),
+    "data prepare": Command(
+        data_prepare,
+        "write a data set for mathematics as JSONL rows with prompt and answer",
+        (PrepareOptions,),
+        examples=(
+            "cukit data prepare gsm8k --output gsm8k.jsonl",
+            "cukit data prepare math --split test --limit 500 --output math-test.jsonl",
+        ),
+        words="name",
+    ),
+    "data show": Command(
+        data_show,
+        "the columns and first rows of any source of data",
+        (ShowOptions,),
+        examples=(
+            "cukit data show openai/gsm8k:main:test",
+            "cukit data show rows.parquet --columns prompt=question,answer=answer",
+        ),
+        words="source",
     ),
     "kernels build": Command(
         kernels_build,

@@ -19,6 +19,7 @@ _PUBLIC_NAMES = {
     "SFTTrainer": "cukit.trainers.sft",
     "TrainerConfig": "cukit.trainers.config",
     "TrainerCallback": "cukit.trainers.trainer",
+    "Environment": "cukit.trainers.environment",
     # what a loss of your own is made of
     "Tensor": "cukit.autograd",
     "policy_loss": "cukit.ops",

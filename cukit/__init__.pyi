@@ -5,6 +5,7 @@ from .engine.llm import LLM as LLM
 from .ops import policy_loss as policy_loss
 from .trainers.config import SFTConfig as SFTConfig
 from .trainers.config import TrainerConfig as TrainerConfig
+from .trainers.environment import Environment as Environment
 from .trainers.grpo import GRPOTrainer as GRPOTrainer
 from .trainers.grpo_config import GRPOConfig as GRPOConfig
 from .trainers.sft import SFTTrainer as SFTTrainer

@@ -99,6 +99,8 @@ class Options:
         holders = {name: values.pop(name) for name in cls._nested if name in values}  # whole, as replace() passes them
         values = cls.respelled(values)
         if unknown := [name for name in values if name not in cls._options]:
+            if len(unknown) > 1:
+                raise ValueError(f"{cls.__name__} has no options {', '.join(map(repr, unknown))}")
             raise ValueError(f"{cls.__name__} has no option {unknown[0]!r}{nearest(unknown[0], cls._options)}")
         given = set(values)
         for name, item in cls._nested.items():

@@ -1,11 +1,13 @@
 """Shared fixtures. `pytest` runs what needs neither a GPU nor much time; see the markers in pyproject.toml."""
 
+import importlib
 import lzma
 import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
+from hub_server import HubServer
 
 from cukit.tokenizer import Tokenizer
 
@@ -17,6 +19,13 @@ def pytest_collection_modifyitems(config, items):
         if dropped := [item for item in items if item.get_closest_marker("gpu") is not None]:
             config.hook.pytest_deselected(items=dropped)
         items[:] = chosen
+
+
+@pytest.fixture
+def datasets_library():
+    """Hugging Face's package datasets; the test is skipped without it."""
+    pytest.importorskip("datasets.arrow_dataset")  # `datasets` alone also finds the folder of these tests
+    return importlib.import_module("datasets")
 
 
 @pytest.fixture
@@ -43,3 +52,20 @@ def qwen_folder(tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def qwen(qwen_folder) -> Tokenizer:
     return Tokenizer.from_folder(qwen_folder)
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """A hub of this machine with an empty cache, which huggingface_hub uses instead of the real one."""
+    from huggingface_hub import constants, file_download
+
+    server = HubServer()
+    monkeypatch.setattr(constants, "ENDPOINT", server.url)
+    template = server.url + "/{repo_id}/resolve/{revision}/{filename}"
+    for module in (constants, file_download):  # some versions have a copy of it
+        monkeypatch.setattr(module, "HUGGINGFACE_CO_URL_TEMPLATE", template, raising=False)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_ASSETS_CACHE", str(tmp_path / "assets"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    yield server
+    server.close()

@@ -18,22 +18,24 @@ TESTS = sorted((ROOT / "tests").rglob("*.py"))
 # Layer -> the layers it may import (besides itself). A layer is a package or module of cukit, or the command line.
 # options and backend are the ground; the order is cukit_cli, commands, trainers and bench, engine, models, ops,
 # autograd, backend.
-BESIDE = {"optim", "datasets", "tokenizer", "runs", "rewards", "parallel"}
-BELOW_ENGINE = {"models", "ops", "autograd", "backend", "options"}
+BESIDE = {"optim", "datasets", "tokenizer", "runs", "rewards", "parallel", "user_code"}
+BELOW_ENGINE = {"models", "ops", "autograd", "backend", "options", "hub"}
 LAYERS = {
     "options": set(),
+    "hub": set(),
     "backend.numpy": {"backend"},
     "backend.cuda": {"backend"},
     "backend": set(),
     "autograd": {"backend"},
     "ops": {"autograd", "backend"},
-    "models": {"ops", "autograd", "backend", "options"},
+    "models": {"ops", "autograd", "backend", "options", "hub"},
     "optim": {"autograd", "backend", "models"},
     "tokenizer": set(),
-    "datasets": {"tokenizer"},
-    "rewards": set(),
+    "datasets": {"tokenizer", "options", "hub"},
+    "user_code": set(),
+    "rewards": {"options", "user_code"},
     "parallel": {"backend"},
-    "runs": {"models", "backend"},
+    "runs": {"models", "backend", "cukit"},
     "engine": BELOW_ENGINE | {"tokenizer"},
     "trainers": BELOW_ENGINE | BESIDE | {"engine"},
     "bench": BELOW_ENGINE | BESIDE | {"cukit", "engine", "trainers"},
@@ -54,7 +56,16 @@ RUNTIME_LIBRARIES = {
     "threadpoolctl",
     "psutil",
 }
-OPTIONAL_LIBRARIES = {"huggingface_hub", "pyarrow", "matplotlib", "math_verify", "mpi4py"}
+OPTIONAL_LIBRARIES = {
+    "huggingface_hub",
+    "pyarrow",
+    "matplotlib",
+    "math_verify",
+    "mpi4py",
+    "tensorboardX",
+    "trackio",
+    "wandb",
+}
 GPU_LIBRARIES = {"cupy", "cupyx", "cupy_backends"}  # for backend/cuda alone
 
 # Header of kernels/ -> its level. A file includes files of lower levels only; a .cu stands above all headers.

@@ -17,12 +17,14 @@ def option_name(word: str) -> str | None:
     return match[1].replace("-", "_") if match else None
 
 
-def split_words(words: list[str], known: dict[str, Option]) -> tuple[dict[str, Any], dict[str, Any]]:
+def split_words(
+    words: list[str], known: dict[str, Option], plain: str | None = None
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """-> (values of known options, values of unknown ones), as texts.
 
     An option takes the words up to the next option: a list several (and it may be repeated), a true-or-false option
     none or one. If an option is given twice, the later counts. `--name=value` gives a value that looks like an
-    option.
+    option. `plain` is the option that takes the words of no option: one, or a list all of them.
     """
     found: dict[str, Any] = {}
     unknown: dict[str, Any] = {}
@@ -31,6 +33,9 @@ def split_words(words: list[str], known: dict[str, Option]) -> tuple[dict[str, A
         word = "--help" if words[place] == "-h" else words[place]
         match, name, place = OPTION.fullmatch(word), option_name(word), place + 1
         if match is None or name is None:
+            if plain is not None and not word.startswith("-") and (is_list(known[plain]) or plain not in found):
+                found[plain] = [*found.get(plain, []), word] if is_list(known[plain]) else word
+                continue
             raise ValueError(f"unexpected word {word!r}: options look like --name value; quote a text of several words")
         values = [match[2]] if match[2] is not None else []
         while match[2] is None and place < len(words) and option_name(words[place]) is None:

@@ -33,18 +33,17 @@ def show_engine(options: Options, model: str, device: str, dtype: str, engine: E
 
 def without_weights(trainer_class: Any, args: TrainerConfig, read: dict[str, str]) -> Any:
     """A trainer that can prepare rows, count steps and plan memory, and nothing else: its model is a shape."""
-    from ..datasets.sources import load_rows
     from ..models.weights import model_folder
     from ..tokenizer import Tokenizer
 
-    tokenizer = Tokenizer.from_folder(model_folder(read["model"]))
+    tokenizer = Tokenizer.from_folder(model_folder(read["model"], weights=False))
     shape = model_shape(read["model"], args.device, args.dtype)
     shape.vocab_size = min(shape.vocab_size, tokenizer.vocab_size)
     policy = SimpleNamespace(name="policy", model=shape, optimizer=None)
     parts = {"args": args, "model": shape, "models": {"policy": policy}, "tokenizer": tokenizer, "progress": None}
     made: Any = type(f"{trainer_class.__name__}WithoutWeights", (trainer_class,), parts)
     trainer = object.__new__(made)
-    trainer.train_rows = trainer.prepare_rows(load_rows(read["data"]), "train_dataset")
+    trainer.train_rows = trainer.read_rows(read["data"], "train_dataset")
     trainer.eval_rows = []
     return trainer
 

@@ -10,7 +10,7 @@ from .command import Command
 
 METAVARS: dict[Any, str] = {int: "N", float: "X", bool: "true|false", dict: "JSON"}
 MANY: dict[Any, str] = {list[int]: "N …", list[float]: "X …", list[str]: "TEXT …"}
-GROUPS = ("files", "rewards", "demonstrations", "training", "loss", "generation", "engine", "evaluation")
+GROUPS = ("files", "data", "rewards", "demonstrations", "training", "loss", "generation", "engine", "evaluation")
 COLUMN = 26
 
 
@@ -31,7 +31,13 @@ def family(first: str, commands: dict[str, Command]) -> str:
 
 def of_command(name: str, command: Command, options: dict[str, Option]) -> str:
     """A command's help."""
-    lines = [f"usage: cukit {name} [--option value ...]", "", f"{command.help[0].upper()}{command.help[1:]}.", ""]
+    words = f" {command.words.removesuffix('s').upper()} ..." if command.words else ""
+    lines = [
+        f"usage: cukit {name}{words} [--option value ...]",
+        "",
+        f"{command.help[0].upper()}{command.help[1:]}.",
+        "",
+    ]
     if command.examples:
         lines += ["Examples:", *(f"  {example}" for example in command.examples), ""]
     found = dict.fromkeys(item.group for item in options.values())

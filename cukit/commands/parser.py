@@ -31,13 +31,12 @@ def parse(commands: dict[str, Command], argv: list[str]) -> tuple[str, dict[str,
     name, words = _command_of(commands, argv)
     command, known = commands[name], command_options(commands[name])
     accepted = known | ({"config": CONFIG} if command.parts else {}) | {"help": HELP}
-    found, unknown = split_words([_canonical(word, known) for word in words], accepted)
+    found, unknown = split_words([_canonical(word, known) for word in words], accepted, command.words)
     if found.pop("help", None):
         _show(help.of_command(name, command, known))
-    if unknown:
-        raise ValueError(trl_names.explain(unknown, known, "", "--"))
     config = found.pop("config", None)
-    given = coerce_all(command, found, "--")
+    unknown = {name: True if value is None else value for name, value in unknown.items()}  # --push_to_hub alone
+    given = coerce_all(command, _translated(found | unknown, known, "", "--"), "--")
     return name, given if config is None else given | {"config": config}
 
 
@@ -66,10 +65,18 @@ def _command_of(commands: dict[str, Command], argv: list[str]) -> tuple[str, lis
 def _canonical(word: str, known: dict[str, Option]) -> str:
     """TRL's name of an option as cukit's; everything else as it is."""
     name = option_name(word)
-    if name in trl_names.TAKEN and name not in known and trl_names.TAKEN[name] in known:
+    if name is not None and (own := trl_names.plain_alias(name, known)):
         equals, value = word.partition("=")[1:]
-        return f"--{trl_names.TAKEN[name]}{equals}{value}"
+        return f"--{own}{equals}{value}"
     return word
+
+
+def _translated(given: dict[str, Any], known: dict[str, Option], where: str, prefix: str) -> dict[str, Any]:
+    """Values of cukit's options; what TRL's names mean is taken, left out with a line that says why, or refused."""
+    found = trl_names.translated(given, known, where, prefix)
+    if left_out := trl_names.notice(found, where, prefix):
+        say(left_out)
+    return found.values
 
 
 def resolve(command: Command, given: dict[str, Any]) -> dict[str, Any]:
@@ -103,18 +110,7 @@ def resolve(command: Command, given: dict[str, Any]) -> dict[str, Any]:
             values[name] = bundled(values[name])
     if values.get("model"):
         values["model"] = model_of(values["model"])
-    for name in ("data", "eval_data"):
-        _refuse_hub_name(name, values.get(name))
     return values
-
-
-def _refuse_hub_name(name: str, path: str | None) -> None:
-    if not path or path.count("/") != 1 or Path(path).suffix in (".jsonl", ".json", ".csv", ".parquet"):
-        return
-    if not Path(path).exists() and not Path(path).parent.is_dir():
-        raise ValueError(
-            f"{name} {path!r} is no file here; data sets of the Hugging Face hub are not fetched yet: give a JSONL file"
-        )
 
 
 def _fill_in(command: Command, values: dict[str, Any]) -> None:
@@ -122,6 +118,8 @@ def _fill_in(command: Command, values: dict[str, Any]) -> None:
     own_data = values.get("data") is not None and not _is_bundled(values["data"])
     for name, value in command.bundled.items():
         if values.get(name) is not None or (name == "eval_data" and own_data):
+            continue
+        if values.get("tasks") and name in ("data", "reward_funcs"):  # a task knows its own
             continue
         if name == "reward_funcs" and own_data:
             raise ValueError(
@@ -191,17 +189,12 @@ def read_yaml(command: Command, path: str) -> dict[str, Any]:
         raise ValueError(f"config {path} must hold 'option: value' lines")
     known = command_options(command)
     found: dict[str, Any] = {}
-    unknown: dict[str, Any] = {}
     for key, value in values.items():
         name = str(key).replace("-", "_")
-        name = name if name in known else trl_names.TAKEN.get(name, name)
         if name in found:
             raise ValueError(f"{path}: {name} is given twice, once as {key}; give only one")
-        (found if name in known else unknown)[name] = value
-    unknown = {name: value for name, value in unknown.items() if not trl_names.asks_for_nothing(name, value)}
-    if unknown:
-        renamed = [key for key in map(str, values) if key in trl_names.TAKEN and trl_names.TAKEN[key] in found]
-        raise ValueError(trl_names.explain(unknown, known, f" in {path}", "", renamed))
+        found[name] = value
+    found = _translated(found, known, f" in {path}", "")
     return coerce_all(command, found, f"{path}: ")
 
 

@@ -16,9 +16,15 @@ class TrainFiles(Options):
     """What a training command reads."""
 
     group = "files"
-    model: str | None = option(None, "model folder (Hugging Face format), or a run folder")
-    data: str | None = option(None, "training rows, JSONL")
-    eval_data: str | None = option(None, "held-out rows, JSONL")
+    model: str | None = option(
+        None, "model folder (Hugging Face format), a run folder, or a name of the hub (owner/name[@revision])"
+    )
+    data: str | None = option(
+        None,
+        "training rows: a file (jsonl, json, csv, parquet), a folder or pattern of files, or a name of the hub "
+        "(owner/name[@revision][:configuration[:split]])",
+    )
+    eval_data: str | None = option(None, "held-out rows: as data; of the hub the split test where none is named")
     dry_run: bool = option(False, "print the resolved options, the number of steps and the plan of memory, then end")
 
 
@@ -53,19 +59,20 @@ def _train(values: dict[str, Any], args: TrainerConfig, trainer_class: Any, **mo
     trainer = CommandLineTrainer(
         model=files.model,
         args=args,
-        train_dataset=load_rows(read["data"]),
-        eval_dataset=load_rows(files.eval_data) if files.eval_data else None,
+        train_dataset=load_rows(read["data"], args.rows.wanted),
+        eval_dataset=load_rows(files.eval_data, args.rows.wanted, "test") if files.eval_data else None,
         **more,
     )
     trainer.train()
-    accuracies = [metrics["eval/accuracy"] for _, metrics in trainer.evaluations if "eval/accuracy" in metrics]
-    if len(accuracies) > 1:
-        print(f"held-out accuracy: {accuracies[0]:.3f} before, {accuracies[-1]:.3f} after")
+    found = [(step, metrics["eval/accuracy"]) for step, metrics in trainer.evaluations if "eval/accuracy" in metrics]
+    if len(found) > 1:
+        final = trainer.best.step if args.load_best_model_at_end else None  # None: the last one
+        print(f"held-out accuracy: {found[0][1]:.3f} before, {dict(found).get(final, found[-1][1]):.3f} after")
     if Path(trainer.run_folder).is_dir():  # a run that was stopped before its first step leaves none
         print(f"run folder: {trainer.run_folder}")
     if newest_model(trainer.run_folder):
-        print(f"talk to it: {program()} generate --model {shlex.quote(str(trainer.run_folder))}")
-    return 0 if trainer.global_step >= trainer.total_steps else 130
+        print(f"talk to it: {program()} chat --model {shlex.quote(str(trainer.run_folder))}")
+    return 0 if trainer.finished else 130
 
 
 def program() -> str:

@@ -1,132 +1,207 @@
-"""TRL's and transformers' option names that are no options of cukit: what to write instead, or why there is none.
+"""Options of TRL and transformers in a command line or a YAML file: taken, left out with a reason, or refused.
 
-From TRL 1.x (GRPOConfig, SFTConfig, ModelConfig, ScriptArguments) and transformers 5 (TrainingArguments).
+`trl_table` says what becomes of each name. What a command has as an option needs no row there.
 """
 
+import re
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+import yaml
+
 from ..options import nearest
+from .trl_table import NOT_NEEDED, NOT_YET, TABLE, TAKEN, Row
 
-TAKEN = {  # another name for the same thing: accepted
-    "model_name_or_path": "model",
-    "dataset_name": "data",
-    "torch_dtype": "dtype",
-    "vllm_max_model_length": "max_model_len",
-    "max_seq_length": "max_length",
-    "evaluation_strategy": "eval_strategy",
-}
-
-_ENGINE = "the engine is part of cukit and shares the trainer's weights"
-_WEIGHTS = "models are plain safetensors folders"
-_PACKED = "rows are always packed without padding"
-_EXACT = "sampling and training have the same log-probabilities (exact)"
-_KERNELS = "the kernels are cukit's own"
-_OPTIMIZER = "AdamW with float32 master weights is the one optimizer"
-_LOADING = "rows are read and tokenised once, before the run"
-_LAST = "the last checkpoint and the final model are always saved"
-_DETERMINISTIC = "runs are deterministic"
-
-NOT_NEEDED = {
-    **dict.fromkeys(("use_vllm", "vllm_mode", "vllm_enable_sleep_mode", "vllm_model_impl"), _ENGINE),
-    **dict.fromkeys(("use_transformers_continuous_batching", "cache_implementation", "use_cache"), _ENGINE),
-    "vllm_gpu_memory_utilization": "gpu_memory_utilization is the share of the whole process",
-    **dict.fromkeys(("vllm_importance_sampling_correction", "vllm_importance_sampling_mode"), _EXACT),
-    **dict.fromkeys(("vllm_importance_sampling_clip_max", "vllm_importance_sampling_clip_min"), _EXACT),
-    **dict.fromkeys(("vllm_importance_sampling_cap", "off_policy_mask_threshold"), _EXACT),
-    **dict.fromkeys(("trust_remote_code", "model_revision", "model_init_kwargs", "low_cpu_mem_usage"), _WEIGHTS),
-    **dict.fromkeys(("padding_free", "group_by_length", "pad_to_multiple_of", "packing_strategy"), _PACKED),
-    **dict.fromkeys(("padding_side", "eval_packing", "pad_token", "truncation_mode"), _PACKED),
-    **dict.fromkeys(("attn_implementation", "use_liger_kernel", "tf32", "torch_compile"), _KERNELS),
-    **dict.fromkeys(("torch_compile_backend", "torch_compile_mode", "liger_kernel_config"), _KERNELS),
-    **dict.fromkeys(("cast_lm_head_to_fp32", "bf16_full_eval", "fp16_full_eval", "half_precision_backend"), _KERNELS),
-    "disable_dropout": "there is no dropout",
-    **dict.fromkeys(("optim", "optim_args", "optim_target_modules"), _OPTIMIZER),
-    **dict.fromkeys(("dataloader_num_workers", "dataloader_pin_memory", "dataloader_drop_last"), _LOADING),
-    **dict.fromkeys(("dataloader_prefetch_factor", "dataloader_persistent_workers", "dataset_num_proc"), _LOADING),
-    **dict.fromkeys(("remove_unused_columns", "label_names", "dataset_kwargs"), _LOADING),
-    "gradient_checkpointing_kwargs": "gradient_checkpointing has no variants",
-    **dict.fromkeys(("save_strategy", "save_safetensors", "save_only_model", "save_on_each_node"), _LAST),
-    **dict.fromkeys(("logging_strategy", "logging_first_step"), "logging_steps says it all"),
-    **dict.fromkeys(("logging_dir", "logging_nan_inf_filter"), "metrics.jsonl lies in the run folder"),
-    **dict.fromkeys(("full_determinism", "data_seed", "jit_mode_eval"), _DETERMINISTIC),
-    "overwrite_output_dir": "a run folder is never overwritten: choose another, or resume_from_checkpoint",
-    **dict.fromkeys(("do_train", "do_eval", "do_predict"), "the command says what is done"),
-    **dict.fromkeys(("use_cpu", "no_cuda", "use_mps_device"), "device says where to run"),
-    "per_device_eval_batch_size": "max_num_seqs (grpo) and max_tokens_per_batch (sft) split evaluations",
-    **dict.fromkeys(("disable_tqdm", "log_level", "log_level_replica"), "a display is drawn only on a terminal"),
-    "run_name": "output_dir names the run",
-    "average_tokens_across_devices": "means are over the whole optimizer batch",
-    "eval_accumulation_steps": "evaluations keep no logits",
-    "prediction_loss_only": "evaluations keep no logits",
-    "auto_find_batch_size": "max_tokens_per_batch splits the work",
-}
-
-_HUB = "the hub"
-_PEFT = "adapters (LoRA)"
-_GPUS = "several GPUs"
-_QUANTISED = "quantised weights"
-_REPORTERS = "reporters beyond metrics.jsonl"
-_LOSSES = "this loss"
-_SCHEDULES = "this schedule"
-
-NOT_YET = {
-    **dict.fromkeys(("push_to_hub", "hub_model_id", "hub_token", "hub_strategy", "hub_private_repo"), _HUB),
-    **dict.fromkeys(("hub_always_push", "hub_revision", "log_completions_hub_repo"), _HUB),
-    **dict.fromkeys(("dataset_config", "dataset_train_split", "dataset_test_split", "dataset_streaming"), _HUB),
-    **dict.fromkeys(("datasets", "streaming"), _HUB),
-    **dict.fromkeys(("use_peft", "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules"), _PEFT),
-    **dict.fromkeys(("lora_modules_to_save", "lora_task_type", "use_rslora", "use_dora", "peft_config"), _PEFT),
-    **dict.fromkeys(("load_in_4bit", "load_in_8bit", "bnb_4bit_quant_type", "use_bnb_nested_quant"), _QUANTISED),
-    **dict.fromkeys(("deepspeed", "fsdp", "fsdp_config", "parallelism_config", "accelerator_config"), _GPUS),
-    **dict.fromkeys(("ddp_find_unused_parameters", "ddp_backend", "ddp_timeout", "ds3_gather_for_generation"), _GPUS),
-    **dict.fromkeys(("local_rank", "vllm_tensor_parallel_size", "ddp_bucket_cap_mb"), _GPUS),
-    **dict.fromkeys(
-        ("vllm_server_host", "vllm_server_port", "vllm_server_base_url", "vllm_server_timeout"), "a server"
-    ),
-    "vllm_group_port": "a server",
-    **dict.fromkeys(("vllm_structured_outputs_regex", "vllm_guided_decoding_regex"), "guided decoding"),
-    **dict.fromkeys(("report_to", "trackio_space_id", "project"), _REPORTERS),
-    **dict.fromkeys(("num_completions_to_print", "log_unique_prompts", "include_num_input_tokens_seen"), _REPORTERS),
-    **dict.fromkeys(("load_best_model_at_end", "metric_for_best_model", "greater_is_better"), "the best checkpoint"),
-    **dict.fromkeys(("top_entropy_quantile", "entropy_coef", "use_adaptive_entropy"), _LOSSES),
-    **dict.fromkeys(("sapo_temperature_neg", "sapo_temperature_pos", "label_smoothing_factor"), _LOSSES),
-    **dict.fromkeys(("multi_objective_aggregation", "router_aux_loss_coef", "dft"), _LOSSES),
-    **dict.fromkeys(("neftune_noise_alpha", "assistant_only_loss", "activation_offloading"), "this way of training"),
-    **dict.fromkeys(("lr_scheduler_kwargs", "eval_delay", "torch_empty_cache_steps"), _SCHEDULES),
-    **dict.fromkeys(("max_prompt_length",), "cutting prompts (what is too long is refused with its row)"),
-    **dict.fromkeys(("max_tool_calling_iterations", "tools", "environment_factory"), "tools"),
-    **dict.fromkeys(("chat_template_path", "eos_token"), "another chat template than the tokenizer's"),
-    "reward_model_name_or_path": "reward models",
-}
+DATA_PARTS = ("dataset_name", "dataset_config", "dataset_train_split", "dataset_test_split")
+FILES = (".jsonl", ".json", ".csv", ".parquet", ".gz")
+OFF: tuple = (None, "none", "no", "", [], {})  # and False
 
 
-def asks_for_nothing(name: str, value: Any) -> bool:
-    """Whether a known name of TRL is only switched off, which is what cukit does anyway."""
-    return name in NOT_NEEDED | NOT_YET and (value in (None, "none", "no", "", [], {}) or value is False)
+def rows(known: Iterable[str]) -> dict[str, Row]:
+    """The table for a command with these options."""
+    return {name: row for name, row in TABLE.items() if name not in set(known)}
 
 
-def explain(
-    unknown: Mapping[str, Any], known: Iterable[str], where: str, prefix: str, renamed: Iterable[str] = ()
-) -> str:
-    """One line for all names that are no options: taken as …, not needed because …, not there yet, unknown."""
+def plain_alias(name: str, known: Iterable[str]) -> str | None:
+    """The option that a name only spells in another way, else None."""
+    row = TABLE.get(name)
+    whole = row is not None and row.kind == TAKEN and not row.becomes and name not in (*DATA_PARTS, "model_revision")
+    return row.text if row is not None and whole and name not in known and row.text in known else None
+
+
+@dataclass
+class Translated:
+    """values: those of cukit's options. left_out: names that are not needed. missing and unknown ones are refused.
+
+    idle: names of what is not there yet with TRL's defaults, which ask for nothing.
+    """
+
+    values: dict[str, Any] = field(default_factory=dict)
+    taken: dict[str, str] = field(default_factory=dict)  # TRL's name -> the option
+    left_out: list[Row] = field(default_factory=list)
+    missing: dict[Row, Any] = field(default_factory=dict)
+    idle: list[Row] = field(default_factory=list)
+    unknown: list[str] = field(default_factory=list)
+
+
+def translated(given: Mapping[str, Any], known: Iterable[str], where: str = "", prefix: str = "") -> Translated:
+    """Every given name as one of cukit's options, or what is to be said about it.
+
+    where: " in FILE" for messages; prefix: "--" for a command line. Raises ValueError, in one line for all names, if
+    one is unknown or asks for what is not there yet.
+    """
     known = list(known)
-    strange = [name for name in unknown if name not in NOT_NEEDED | NOT_YET]
-    if len(unknown) == len(strange) == 1:
-        shown = prefix + strange[0] if prefix else repr(strange[0])
-        return f"unknown option {shown}{where}{nearest(strange[0], known, prefix)}"
+    found = Translated({name: value for name, value in given.items() if name in known})
+    foreign = {name: value for name, value in given.items() if name not in known}
+    if rewards := found.values.get("reward_funcs"):
+        found.values["reward_funcs"] = [_reward(one) for one in (rewards if isinstance(rewards, list) else [rewards])]
+    _take_data(found, foreign, known, where, prefix)
+    revision = foreign.pop("model_revision", None) if "model" in known else None
+    for name, value in foreign.items():
+        row = TABLE.get(name)
+        if row is None or (row.kind == TAKEN and row.text not in known):
+            found.unknown.append(name)
+        elif row.kind == TAKEN:
+            _take(found, row, value, where)
+        elif not _is_off(value):
+            if _accepts(row, value):
+                (found.left_out if row.kind == NOT_NEEDED else found.idle).append(row)
+            else:
+                found.missing[row] = value
+    _take_revision(found, revision, where, prefix)
+    if found.unknown or found.missing:
+        raise ValueError(_explain(found, known, where, prefix))
+    return found
+
+
+def notice(found: Translated, where: str = "", prefix: str = "") -> str:
+    """One line about the names that were left out, or "" if there are none."""
+    return f"not needed{where}: {_with_reasons(found.left_out, prefix)}" if found.left_out else ""
+
+
+# ---- what is taken ---------------------------------------------------------------------------------------------------
+
+
+def _take(found: Translated, row: Row, value: Any, where: str) -> None:
+    if row.becomes:
+        made = [new for old, new in row.becomes if old == _plain(value)]
+        if not made:
+            if not _is_off(value) and not _accepts(row, value):
+                found.missing[row] = value
+            return
+        value = made[0]
+    _put(found, row.name, row.text, value, where)
+
+
+def _take_revision(found: Translated, revision: Any, where: str, prefix: str) -> None:
+    """model_revision as part of the model's name."""
+    if _is_off(revision) or revision == "main":
+        return
+    if found.values.get("model") is None:
+        name = f"{prefix}model_revision"
+        raise ValueError(f"{name}{where} needs {prefix}model_name_or_path; or give {prefix}model as NAME@REVISION")
+    found.values["model"] = f"{found.values['model']}@{revision}"
+    found.taken["model_revision"] = "model"
+
+
+def _put(found: Translated, name: str, option: str, value: Any, where: str) -> None:
+    if option in found.values:
+        raise ValueError(f"{option} is given twice{where}, once as {name}; give only one")
+    found.values[option] = value
+    found.taken[name] = option
+
+
+def _take_data(found: Translated, foreign: dict[str, Any], known: list[str], where: str, prefix: str) -> None:
+    """dataset_name, dataset_config and splits as NAME:CONFIG:SPLIT; the test split as eval_data if it is asked for."""
+    parts = {name: None if _is_off(value := foreign.pop(name)) else value for name in DATA_PARTS if name in foreign}
+    if not any(parts.values()) or "data" not in known:
+        found.unknown += [name for name, value in parts.items() if value and "data" not in known]
+        return
+    name, config, train, test = (parts.get(part) for part in DATA_PARTS)
+    if name is None:
+        alone = next(part for part, value in parts.items() if value)
+        raise ValueError(
+            f"{prefix}{alone}{where} needs {prefix}dataset_name; or give {prefix}data as NAME:CONFIG:SPLIT"
+        )
+    is_file = Path(str(name)).suffix in FILES or Path(str(name)).is_file()
+    _put(found, "dataset_name", "data", name if is_file else _source(name, config, train), where)
+    when = "eval_strategy" if "eval_strategy" in found.values else "eval_steps"
+    evaluates = not _is_off(found.values.get(when))
+    if evaluates and not is_file and "eval_data" in known and "eval_data" not in found.values:
+        _put(found, "dataset_test_split", "eval_data", _source(name, config, test or "test"), where)
+
+
+def _source(name: Any, config: Any, split: Any) -> str:
+    """NAME:CONFIG:SPLIT without what is not given at its end."""
+    return ":".join(str(part or "") for part in (name, config, split)).rstrip(":")
+
+
+def _reward(name: Any) -> Any:
+    """TRL's dotted path of a function, package.module.function, as package/module.py:function if there is that file."""
+    if not isinstance(name, str) or not re.fullmatch(r"\w+(\.\w+)+", name):
+        return name
+    module, _, function = name.rpartition(".")
+    path = Path(*module.split(".")).with_suffix(".py")
+    return f"{path}:{function}" if path.is_file() else name
+
+
+# ---- values ----------------------------------------------------------------------------------------------------------
+
+
+def _plain(value: Any) -> Any:
+    """A command line's text as YAML would read it."""
+    if not isinstance(value, str):
+        return value
+    try:
+        read = yaml.safe_load(value)
+    except (yaml.YAMLError, ValueError, RecursionError):  # ValueError: a date that is none
+        return value
+    return value.lower() if isinstance(read, str) else read
+
+
+def _is_off(value: Any) -> bool:
+    """Whether a value only switches a name off."""
+    value = _plain(value)
+    return value is False or (not isinstance(value, (bool, int, float)) and value in OFF)
+
+
+def _accepts(row: Row, value: Any) -> bool:
+    return row.accepted is None or _plain(value) in [_plain(accepted) for accepted in row.accepted]
+
+
+# ---- messages --------------------------------------------------------------------------------------------------------
+
+
+def _explain(found: Translated, known: list[str], where: str, prefix: str) -> str:
+    """One line for all names: taken as …, not needed because …, not there yet, unknown."""
+    if len(found.unknown) == 1 and not found.missing and not found.left_out:
+        name = found.unknown[0]
+        return f"unknown option {prefix + name if prefix else repr(name)}{where}{nearest(name, known, prefix)}"
     parts = []
-    if renamed := sorted(renamed):
-        parts.append("taken as: " + ", ".join(f"{name} as {TAKEN[name]}" for name in renamed))
-    for title, table in (("not needed", NOT_NEEDED), ("not there yet", NOT_YET)):
-        reasons: dict[str, list[str]] = {}
-        for name in sorted(unknown.keys() & table.keys()):
-            reasons.setdefault(table[name], []).append(prefix + name)
-        if reasons:
-            parts.append(f"{title}: " + ", ".join(f"{', '.join(names)} ({why})" for why, names in reasons.items()))
-    if strange:
-        parts.append("unknown: " + ", ".join(prefix + name + _hint(name, known, prefix) for name in sorted(strange)))
-    return f"options{where} to leave out; " + "; ".join(parts)
+    if found.taken:
+        parts.append("taken as: " + ", ".join(f"{name} as {option}" for name, option in sorted(found.taken.items())))
+    if found.left_out:
+        parts.append("not needed: " + _with_reasons(found.left_out, prefix))
+    if found.missing:
+        parts.append("not there yet: " + _with_reasons([*found.missing, *found.idle], prefix, found.missing))
+    if found.unknown:
+        names = sorted(found.unknown)
+        parts.append("unknown: " + ", ".join(prefix + name + _hint(name, known, prefix) for name in names))
+    return f"not all options{where} can be taken; " + "; ".join(parts)
+
+
+def _with_reasons(found: Iterable[Row], prefix: str, values: Mapping[Row, Any] | None = None) -> str:
+    """`name, name (reason), …`; a name stands with its value where another value would have been accepted."""
+    reasons: dict[str, list[str]] = {}
+    for row in sorted(found, key=lambda row: row.name):
+        shown = f"{prefix}{row.name}"
+        if values is not None and row.kind != NOT_YET:
+            shown += f"={values[row]}"
+        text = f"{row.text} takes no such value" if row.kind == TAKEN else row.text
+        reasons.setdefault(text, []).append(shown)
+    return ", ".join(f"{', '.join(names)} ({why})" for why, names in reasons.items())
 
 
 def _hint(name: str, known: list[str], prefix: str) -> str:

@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 
 from ..tokenizer import Tokenizer
+from .config import PromptOptions
 from .sources import QUESTION_COLUMNS, checked_column, column_names, located, prompt_of
 
 Ids = list[int]
@@ -53,6 +54,36 @@ def encode_prompts(
         for index, ids in enumerate(found):
             check_ids(ids, model_rows, f"data row {index}")
     return found
+
+
+def fit_prompts(
+    rows: list[dict], prompts: list[Ids], options: PromptOptions, context: int
+) -> tuple[list[dict], list[Ids], str | None]:
+    """(rows, prompts, a sentence for the user) with no prompt beyond max_prompt_length, or that fills the context.
+
+    overlong_prompts: "error" raises a ValueError that names the first such row; "skip" leaves these rows out; "cut"
+    keeps a prompt's last tokens, as TRL does. The sentence says how many, or is None.
+    """
+    own, overlong = options.max_prompt_length, options.overlong_prompts
+    longest = context - 1 if own is None else min(own, context - 1)
+    long = [index for index, ids in enumerate(prompts) if len(ids) > longest]
+    if not long:
+        return rows, prompts, None
+    if overlong == "error":
+        advice = f"the context only {context}; shorten or remove that row, raise max_model_len if the model allows it"
+        if longest == own:
+            advice = f"max_prompt_length is {own}; raise it"
+        raise ValueError(
+            f"row {long[0]}: the prompt has {len(prompts[long[0]])} tokens and {advice}, or choose overlong_prompts "
+            "skip or cut"
+        )
+    text = f"{len(long)} of {len(prompts)} prompts are longer than {longest} tokens: "
+    if overlong == "cut":
+        return rows, [ids[-longest:] for ids in prompts], text + f"cut to their last {longest} tokens"
+    left = sorted(set(range(len(prompts))) - set(long))
+    if not left:
+        raise ValueError(f"{text}skipping them leaves no row; raise max_prompt_length or choose overlong_prompts=cut")
+    return [rows[index] for index in left], [prompts[index] for index in left], text + "skipped"
 
 
 def encode_sft(

@@ -1,4 +1,4 @@
-"""JSONL rows and their columns.
+"""Rows of data: files, folders, data sets of the hub, and lists; and the columns that make a prompt of a row.
 
 Row forms (other columns are kept, rewards get them):
     {"prompt": text or messages}                        reinforcement learning
@@ -9,96 +9,95 @@ Row forms (other columns are kept, rewards get them):
                                                         completion where one is needed (GSM8K's and MATH's columns)
 """
 
-import json
-import math
+import glob
+import itertools
+import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
+
+from . import hub
+from .layout import choose
+from .tables import format_of, read_rows
 
 T = TypeVar("T")
-
-MAX_DIGITS = 4300  # of an integer: as many as Python reads by default
+logger = logging.getLogger(__name__)
 QUESTION_COLUMNS = {"question": "answer", "problem": "solution"}
 
 
-def load_rows(source: str | os.PathLike | Sequence[dict]) -> list[dict]:
-    """Rows of a JSONL file, or a list of rows as it is; ValueError with the line number if a line is no JSON object."""
-    if not isinstance(source, (str, os.PathLike)):
-        rows = list(source)
-        for index, row in enumerate(rows):
-            if not isinstance(row, dict):
-                raise ValueError(f"data row {index} is not an object but {type(row).__name__}: {row!r:.60}")
+def load_rows(source: Any, columns: Iterable[str] | None = None, use: str = "train", limit: int | None = None) -> list:
+    """All rows of a source, or the first `limit`; ValueError in one line if it cannot be read or has none.
+
+    source: a file (.jsonl, .json, .csv, these with .gz, .parquet; other names count as JSON lines), a pattern of such
+    files (data/*.parquet), a folder[:CONFIG[:SPLIT]], a name of the hub NAME[@REVISION][:CONFIG[:SPLIT]], or what
+    gives dicts when iterated: a list of rows, a `datasets.Dataset`. columns: those that are wanted; whatever can leave
+    the others unread does. use: "train" or "test", for a source with splits where none is named.
+    """
+    if isinstance(source, (str, os.PathLike)):
+        files, what = _files_of(os.fspath(source), use)
+        rows = list(itertools.islice(itertools.chain.from_iterable(_read(files, columns)), limit))
         if not rows:
-            raise ValueError("the data has no rows")
+            raise ValueError(f"{what or files[0]}: empty file; expected one JSON object a line, or a table with rows")
+        if what:
+            logger.info(f"{what}: {'the first ' if len(rows) == limit else ''}{len(rows):,} rows")
         return rows
-    path = Path(source)
-    if not path.is_file():
-        raise ValueError(f"data file {str(path)!r} does not exist")
-    rows = []
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            where = f"{path}, line {number}"
-            try:
-                text = line.decode("utf-8-sig" if number == 1 else "utf-8")
-            except UnicodeDecodeError as error:
-                raise ValueError(
-                    f"{where}: not UTF-8 text ({error.reason} at byte {error.start} of the line)"
-                ) from error
-            if text.strip():
-                rows.append(_parse_line(text, where))
+    rows = list(itertools.islice(_iterated(source, columns), limit))
+    for index, row in enumerate(rows):
+        if not isinstance(row, dict):
+            raise ValueError(f"data row {index} is not an object but {type(row).__name__}: {row!r:.60}")
     if not rows:
-        raise ValueError(f"{path}: empty file; expected one JSON object a line")
+        raise ValueError("the data has no rows")
     return rows
 
 
-def _parse_line(line: str, where: str) -> dict:
-    try:
-        row = json.loads(
-            line,
-            parse_int=_integer,
-            parse_float=_finite,
-            parse_constant=_refuse_constant,
-            object_pairs_hook=_object,
-        )
-        if "\\u" in line:  # only an escape can give half a character
-            json.dumps(row, ensure_ascii=False).encode()
-    except RecursionError as error:
-        raise ValueError(f"{where}: malformed JSON: nested too deep") from error
-    except UnicodeEncodeError as error:
-        half = f"\\u{ord(error.object[error.start]):04x}"
-        raise ValueError(f"{where}: malformed JSON: {half} is half a character") from error
-    except ValueError as error:  # JSONDecodeError is one
-        raise ValueError(f"{where}: malformed JSON: {error}") from error
-    if not isinstance(row, dict):
-        raise ValueError(f"{where}: expected a JSON object, got {type(row).__name__} {line.strip()[:40]!r}")
-    return row
+def _read(files: list[Path], columns: Iterable[str] | None) -> Iterator[Iterator[dict]]:
+    columns = None if columns is None else list(columns)
+    for file in files:
+        yield read_rows(file, columns)
 
 
-def _integer(text: str) -> int:
-    if len(text) > MAX_DIGITS:
-        raise ValueError(f"a number of {len(text.lstrip('-'))} digits is too long; write it as text")
-    return int(text)
+def _iterated(source: Any, columns: Iterable[str] | None) -> Iterator[Any]:
+    if isinstance(source, Mapping):
+        raise ValueError(f"the data is a dict of {', '.join(map(str, source))[:60]}: give one of its splits, or a list")
+    if columns is not None and hasattr(source, "select_columns"):  # of `datasets`: the others are not decoded
+        names = [column if column in source.column_names else column.partition(".")[0] for column in columns]
+        source = source.select_columns([name for name in dict.fromkeys(names) if name in source.column_names])
+    if hasattr(source, "__iter__"):
+        return iter(source)
+    if hasattr(source, "__len__") and hasattr(source, "__getitem__"):
+        return (source[index] for index in range(len(source)))
+    raise ValueError(f"the data must be a file, a name of the hub or rows, got {type(source).__name__}")
 
 
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON; write null, or the number as text")
+def _files_of(source: str, use: str) -> tuple[list[Path], str | None]:
+    """The files of a source, and what it is in words if it was chosen from more."""
+    if os.path.isfile(source):
+        return [Path(source)], None
+    if glob.has_magic(source):
+        found = sorted(path for path in glob.glob(source, recursive=True) if os.path.isfile(path))
+        if not found:
+            raise ValueError(f"no file matches {source!r}")
+        return list(map(Path, found)), f"{source} ({len(found)} file{'s' if len(found) > 1 else ''})"
+    folder, config, split = hub.split_source(source)
+    if os.path.isdir(source):
+        folder, config, split = source, None, None
+    if os.path.isdir(folder):
+        return _files_of_folder(Path(folder), config, split, use)
+    if format_of(source) is None and (named := hub.parse_source(source)):
+        return hub.fetch_split(named, use)
+    if os.path.exists(source):
+        raise ValueError(f"data file {source!r} is no regular file")
+    raise ValueError(f"data file {source!r} does not exist")
 
 
-def _finite(text: str) -> float:
-    number = float(text)
-    if math.isinf(number):
-        raise ValueError(f"the number {text:.60} is too large; write it as text")
-    return number
-
-
-def _object(pairs: list[tuple]) -> dict:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"the key {twice!r:.60} stands twice in one object")
-    return found
+def _files_of_folder(folder: Path, config: str | None, split: str | None, use: str) -> tuple[list[Path], str | None]:
+    names = [path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.is_file()]
+    readme = folder / "README.md"
+    text = readme.read_text(encoding="utf-8", errors="replace") if readme.is_file() else ""
+    chosen = choose(names, text, f"data folder {str(folder)!r}", config, split, use)
+    what = f"{folder}: configuration {chosen.config}, split {chosen.split} ({len(chosen.files)} of {len(names)} files)"
+    return [folder / name for name in chosen.files], what
 
 
 def prompt_of(row: dict) -> str | list[dict]:

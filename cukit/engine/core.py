@@ -120,10 +120,10 @@ class EngineCore:
                     with self.paused():
                         pass
 
-    def release(self, request: Request) -> None:
-        """Give back the KV that the finished samples of a request with keeps_cache keep."""
+    def release(self, owner: Request | Sequence) -> None:
+        """Give back the KV that a finished sample of a request with keeps_cache keeps, or that all of them keep."""
         with self.paused():
-            self.scheduler.drop_held(request)
+            self.scheduler.drop_held(owner)
 
     # ---- steps ----
 

@@ -113,9 +113,9 @@ class Scheduler:
             self.num_cached_tokens += num_kept
             self._release(old)
 
-    def drop_held(self, request: Request | None = None) -> None:
-        """Release the KV that finished samples of a request (or of all) keep."""
-        for seq in [seq for seq in self.held if request is None or seq.request is request]:
+    def drop_held(self, owner: Request | Sequence | None = None) -> None:
+        """Release the KV that a finished sample keeps, that all of a request's keep, or (None) that all keep."""
+        for seq in [seq for seq in self.held if owner is None or owner in (seq, seq.request)]:
             self.held.remove(seq)
             self._release(seq)
 

@@ -12,15 +12,15 @@ from safetensors.numpy import save_file
 from ..backend import backend_for
 from .config import ModelConfig
 from .decoder import Decoder
+from .hub import INDEX, WEIGHTS, fetch_model
 
 STORED_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 EMBEDDING = "model.embed_tokens.weight"
 
 
 def load_config(folder) -> ModelConfig:
     """ModelConfig of a checkpoint folder. ValueError in one line if it is missing, unreadable or not supported."""
-    path = model_folder(folder) / "config.json"
+    path = model_folder(folder, weights=False) / "config.json"
     if not path.is_file():
         raise ValueError(f"{folder} holds no config.json: give the folder of a Hugging Face model")
     try:
@@ -122,24 +122,12 @@ def _shadows(folder: Path) -> list[Path]:
     return [folder / INDEX, *sorted((shards | set(folder.glob("model-*-of-*.safetensors"))) - {folder / WEIGHTS})]
 
 
-def model_folder(folder) -> Path:
-    """The folder itself, or the local copy of a Hugging Face hub name (where huggingface_hub is installed)."""
+def model_folder(folder, weights: bool = True) -> Path:
+    """The folder itself, or the local copy of a model of the hub: `owner/name[@revision]`, without its weights if they
+    are not wanted.
+    """
     path = Path(folder)
-    if path.is_dir():
-        return path
-    try:
-        from huggingface_hub import snapshot_download
-    except ImportError:
-        raise ValueError(
-            f"model folder {str(folder)!r} does not exist (a hub name needs: pip install huggingface_hub)"
-        ) from None
-    try:
-        return Path(snapshot_download(str(folder), allow_patterns=["*.json", "*.safetensors", "*.jinja"]))
-    except Exception as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ValueError(
-            f"model {str(folder)!r} is neither a folder nor a hub model that can be fetched: {reason}"
-        ) from None
+    return path if path.is_dir() else fetch_model(str(folder), weights)
 
 
 def _tensor_sources(folder: Path) -> dict:

@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 
 from .answer import last_boxed, read, same_answer
-from .columns import Column, Completion, gold_texts, score
+from .columns import Column, Completion, completion_text, gold_texts, score
 from .final_number import MARKER
 
 NO_ANSWER = {"n/a", "none", "null", "nan", "unknown"}
@@ -31,6 +31,25 @@ def boxed(
         golds = [gold for text in texts if (gold := _gold(text)) is not None]
         scores.append(score(completion, golds, _is_right))
     return scores
+
+
+def boxed_partial(
+    completions: Sequence[Completion],
+    answer: Column = None,
+    solution: Column = None,
+    *,
+    partial: float = 0.1,
+    **kwargs: object,
+) -> list[float | None]:
+    r"""1.0 for a box that holds the answer (see `boxed`), `partial` for another box, 0.0 without one.
+
+    The reward of the Dr. GRPO recipe (Liu et al. 2025): what is sought, and a little for its form.
+    """
+    scores = boxed(completions, answer, solution)
+    return [
+        float(partial) if score == 0 and last_boxed(completion_text(completion)) is not None else score
+        for completion, score in zip(completions, scores, strict=True)
+    ]
 
 
 def _is_right(text: str, gold: str) -> bool:

@@ -1,62 +1,70 @@
-"""Find a reward function by name or file, call it, and check what it returns."""
+"""Find a reward function by its name, with parameters or without, or in a file."""
 
+from __future__ import annotations
+
+import ast
+import functools
 import importlib.util
 import inspect
-import math
-import sys
-import traceback
-from collections.abc import Callable, Sequence
-from numbers import Real
-from pathlib import Path
-from types import CodeType, ModuleType
-from typing import Any
+import re
+from collections.abc import Callable
 
-import numpy as np
-
-from .final_box import boxed
+from ..user_code import load_function, names_a_file
+from .countdown import countdown
+from .final_box import boxed, boxed_partial
 from .final_number import gsm8k, gsm8k_strict
+from .lengths import length, overlong
 from .plain_text import exact, format
+from .programs import code
+from .symbolic import NEEDS_MATH_VERIFY, math
 
 BUILTIN_REWARDS: dict[str, Callable] = {
     "exact": exact,
     "boxed": boxed,
     "gsm8k": gsm8k,
     "gsm8k_strict": gsm8k_strict,
+    "boxed_partial": boxed_partial,
+    "math": math,
     "format": format,
+    "length": length,
+    "overlong": overlong,
+    "countdown": countdown,
+    "code": code,
 }
+IN_A_PROCESS = ("math",)  # sympy may take any time and memory for what a model writes
+CALL = re.compile(r"(\w+)\((.*)\)", re.DOTALL)
 
 
 def load_reward(spec: str | Callable) -> Callable:
     """A built-in reward by its name, the function of "path/file.py:function", or `spec` itself if it is callable.
 
-    The file is run as Python code, with its own folder importable. ValueError in one line if anything is missing.
+    A name may have parameters: "length(target=200)". The file is run as Python code in this process, with its own
+    folder importable. ValueError in one line if anything is missing.
     """
     if callable(spec):
         return spec
     if not isinstance(spec, str):
         raise ValueError(f"a reward is a name, 'file.py:function' or a function, not {type(spec).__name__}")
-    if spec in BUILTIN_REWARDS:
-        return BUILTIN_REWARDS[spec]
-    file_name, colon, function_name = spec.rpartition(":")
-    if not colon or not file_name or not function_name:
+    call = CALL.fullmatch(spec.strip())
+    if spec in BUILTIN_REWARDS or (call is not None and call[1] in BUILTIN_REWARDS):
+        function = BUILTIN_REWARDS[spec if call is None else call[1]]
+        if function is math and importlib.util.find_spec("math_verify") is None:
+            raise ValueError(NEEDS_MATH_VERIFY)
+        return _with_parameters(function, spec, call[2] if call is not None else "")
+    if not names_a_file(spec):
         raise ValueError(
             f"unknown reward {spec!r}; use one of {', '.join(BUILTIN_REWARDS)}, or your own as 'path/file.py:function'"
         )
-    path = Path(file_name)
-    if not path.is_file():
-        raise ValueError(f"reward {spec!r}: file {file_name!r} does not exist")
-    module = _import_file(path.resolve(), spec)
-    function = getattr(module, function_name, None)
-    if function is None:
-        found = [
-            name for name, value in vars(module).items() if callable(value) and value.__module__ == module.__name__
-        ]
-        raise ValueError(
-            f"reward {spec!r}: {file_name} has no {function_name!r} (it has: {', '.join(found) or 'nothing'})"
-        )
-    if not callable(function):
-        raise ValueError(f"reward {spec!r}: {function_name!r} is {type(function).__name__}, not a function")
-    return function
+    return load_function(spec, "reward")
+
+
+def runs_in_a_process(spec: str | Callable) -> bool:
+    """Whether the reward runs in a worker process: those from a file, and the built-in ones in IN_A_PROCESS."""
+    if not isinstance(spec, str):
+        return False
+    call = CALL.fullmatch(spec.strip())
+    name = spec if call is None else call[1]
+    return name in IN_A_PROCESS if name in BUILTIN_REWARDS else ":" in spec
 
 
 def reward_name(function: Callable) -> str:
@@ -64,126 +72,39 @@ def reward_name(function: Callable) -> str:
     return getattr(function, "__name__", type(function).__name__)
 
 
-def call_reward(
-    function: Callable,
-    name: str,
-    prompts: Sequence,
-    completions: Sequence,
-    completion_ids: Sequence[Sequence[int]],
-    columns: dict[str, list],
-    prompt_ids: Sequence[Sequence[int]] | None = None,
-    prompt_text: Sequence[str] | None = None,
-) -> list[float | None]:
-    """Call a reward and check it: as many values as completions, each None or a finite number.
-
-    `prompt_ids` and `prompt_text`, where given, go to rewards that take them by name or by **kwargs. These names and
-    TRL's win over columns of the data. Whatever the reward raises comes out as a ValueError that names the reward,
-    its file and line, and where it can be told the completion; the original is chained.
-    """
-    keywords = {**columns, "prompts": prompts, "completions": completions, "completion_ids": completion_ids}
-    more = {"prompt_ids": prompt_ids, "prompt_text": prompt_text}
-    keywords |= {key: value for key, value in more.items() if value is not None and _takes(function, key)}
+def _with_parameters(function: Callable, spec: str, text: str) -> Callable:
+    """The function with its parameters (its keyword-only arguments) as `text` has them: `target=200`."""
+    known = {
+        name: parameter.default
+        for name, parameter in inspect.signature(function).parameters.items()
+        if parameter.kind is parameter.KEYWORD_ONLY
+    }
     try:
-        values = function(**keywords)
-    except (Exception, SystemExit) as error:
-        hint = "; end its signature with **kwargs" if "unexpected keyword argument" in str(error) else ""
-        where = _where_it_failed(function, error, completions)
-        raise ValueError(f"reward {name!r} raised {type(error).__name__}: {_one_line(error)}{hint}{where}") from error
-    where = _defined_at(function)
-    if not isinstance(values, (list, tuple, np.ndarray)):
-        raise ValueError(
-            f"reward {name!r} must return a list of numbers, one a completion, not {type(values).__name__}{where}"
-        )
-    if len(values) != len(completions):
-        raise ValueError(f"reward {name!r} returned {len(values)} values for {len(completions)} completions{where}")
-    return [_checked(value, name, index, completions, where) for index, value in enumerate(values)]
+        call = ast.parse(f"f({text})", mode="eval").body
+        if not isinstance(call, ast.Call) or call.args:
+            raise ValueError
+        given = {str(item.arg): ast.literal_eval(item.value) for item in call.keywords}
+    except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError):
+        raise ValueError(f"reward {spec!r}: parameters are written as name(key=value, key=value)") from None
+    for name in given:
+        if name not in known:
+            raise ValueError(f"reward {spec!r} has no parameter {name!r} (it has: {', '.join(known) or 'none'})")
+    for name, default in known.items():
+        if default is inspect.Parameter.empty and name not in given:
+            needed = ", ".join(f"{key}=…" for key, value in known.items() if value is inspect.Parameter.empty)
+            raise ValueError(f"reward {spec!r} needs parameters: write {function.__name__}({needed})")
+    for name, value in given.items():
+        kind = bool if isinstance(known[name], bool) else float
+        is_bool = isinstance(value, bool)
+        if is_bool != (kind is bool) or not isinstance(value, (bool, int, float)) or not 0 <= value < float("inf"):
+            wanted = "True or False" if kind is bool else "a number, at least 0"
+            raise ValueError(f"reward {spec!r}: {name} must be {wanted}, got {value!r:.60}")
+    if not known:
+        return function
+    parameters = {name: given.get(name, default) for name, default in known.items()}
 
+    @functools.wraps(function)
+    def with_parameters(*arguments: object, **keywords: object) -> object:
+        return function(*arguments, **(keywords | parameters))  # a column of the data may have a parameter's name
 
-def _takes(function: Callable, keyword: str) -> bool:
-    """Whether a function can be called with this keyword; what has no signature is thought to take it."""
-    try:
-        parameters = inspect.signature(function).parameters
-    except (TypeError, ValueError):
-        return True
-    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    return takes_all or keyword in parameters
-
-
-def _code_of(function: Callable) -> CodeType | None:
-    function = inspect.unwrap(getattr(function, "func", function))  # a partial's function
-    found = function if hasattr(function, "__code__") else type(function).__call__
-    return getattr(found, "__code__", None)
-
-
-def _defined_at(function: Callable) -> str:
-    code = _code_of(function)
-    return f" ({code.co_filename}, line {code.co_firstlineno})" if code is not None else ""
-
-
-def _where_it_failed(function: Callable, error: BaseException, completions: Sequence) -> str:
-    """The deepest frame of the error in the reward's own file, and the completion it had."""
-    code = _code_of(function)
-    frames = list(traceback.walk_tb(error.__traceback__))[1:]  # without the call itself
-    if code is None or not frames:
-        return _defined_at(function)
-    own = [(frame, line) for frame, line in frames if frame.f_code.co_filename == code.co_filename]
-    frame, line = (own or frames)[-1]
-    places = {id(completion): index for index, completion in enumerate(completions)}
-    at_work = (id(value) for frame, _ in reversed(own) for value in list(frame.f_locals.values()))
-    index = next((places[value] for value in at_work if value in places), None)
-    row = "" if index is None else f", with completion {index}: {_shown(completions[index])}"
-    return f" ({frame.f_code.co_filename}, line {line}{row})"
-
-
-def _shown(completion: object) -> str:
-    return " ".join(f"{completion!r:.60}".split())
-
-
-def _checked(value: Any, name: str, index: int, completions: Sequence, where: str) -> float | None:
-    if value is None:
-        return None
-    if isinstance(value, np.ndarray) and value.ndim == 0:
-        value = value.item()
-    where = f" (completion: {_shown(completions[index])}){where}"
-    if not isinstance(value, (Real, np.number, np.bool_)) or isinstance(value, np.complexfloating):
-        raise ValueError(
-            f"reward {name!r}: value {index} must be a number or None, got {type(value).__name__} {value!r:.60}{where}"
-        )
-    try:
-        number = float(value)
-    except OverflowError:
-        number = math.inf
-    if not math.isfinite(number):
-        raise ValueError(
-            f"reward {name!r}: value {index} is {number}; return None where the reward does not apply{where}"
-        )
-    return number
-
-
-def _import_file(path: Path, spec: str) -> ModuleType:
-    # Registered under a name of its own: dataclasses and pickling look their module up in sys.modules.
-    module_name = f"cukit_reward_{path.stem}_{abs(hash(str(path)))}"
-    module_spec = importlib.util.spec_from_file_location(module_name, path)
-    if module_spec is None or module_spec.loader is None:
-        raise ValueError(f"reward {spec!r}: {path.name} is not a Python file (its name must end in .py)")
-    module = importlib.util.module_from_spec(module_spec)
-    sys.modules[module_name] = module
-    sys.path.insert(0, str(path.parent))
-    try:
-        module_spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
-        sys.modules.pop(module_name, None)
-        lines = [
-            line for frame, line in traceback.walk_tb(error.__traceback__) if frame.f_code.co_filename == str(path)
-        ]
-        where = f" ({path}, line {lines[-1]})" if lines else ""
-        raise ValueError(
-            f"reward {spec!r}: importing it raised {type(error).__name__}: {_one_line(error)}{where}"
-        ) from error
-    finally:
-        sys.path.remove(str(path.parent))
-    return module
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300]
+    return with_parameters

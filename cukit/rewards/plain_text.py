@@ -23,15 +23,21 @@ def exact(
 
 
 def format(
-    completions: Sequence[Completion], prompt_text: Sequence[str] | None = None, **kwargs: object
+    completions: Sequence[Completion],
+    prompt_text: Sequence[str] | None = None,
+    *,
+    answer_tags: bool = False,
+    **kwargs: object,
 ) -> list[float]:
     """1.0 if the turn is one thought in <think>…</think> and then the answer, as TRL's `think_format_reward` has it.
 
     The turn begins with <think>, which stands nowhere else in it. A thought that the chat template began (the end of
-    `prompt_text`) counts. Where <answer> tags are used, one pair holds all that follows the thought.
+    `prompt_text`) counts. Where <answer> tags are used, one pair holds all that follows the thought; `answer_tags=True`
+    wants that pair.
     """
     prompts = prompt_text if prompt_text is not None else [""] * len(completions)
-    return [float(_is_thinking_turn(p, completion_text(c))) for p, c in zip(prompts, completions, strict=True)]
+    turns = zip(prompts, completions, strict=True)
+    return [float(_is_thinking_turn(prompt, completion_text(turn), answer_tags)) for prompt, turn in turns]
 
 
 def _is_exact(text: str, gold: str) -> bool:
@@ -41,14 +47,14 @@ def _is_exact(text: str, gold: str) -> bool:
     return text == gold.strip()
 
 
-def _is_thinking_turn(prompt: str | None, completion: str) -> bool:
+def _is_thinking_turn(prompt: str | None, completion: str, answer_tags: bool) -> bool:
     prefilled = PREFILLED.search((prompt or "")[-100:])
     turn = (prefilled[0] if prefilled else "") + completion
     thought, closed, answer = turn.partition("</think>")
     if not (thought.startswith("<think>") and closed and turn.count("<think>") == 1):
         return False
     if "<answer>" not in turn and "</answer>" not in turn:
-        return True
+        return not answer_tags
     answer = answer.strip()
     tags = (turn.count("<answer>"), turn.count("</answer>"))
     return tags == (1, 1) and answer.startswith("<answer>") and answer.endswith("</answer>")

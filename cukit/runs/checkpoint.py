@@ -124,9 +124,21 @@ def _remove_left_overs(run: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def rotate_checkpoints(run: str | os.PathLike, save_total_limit: int | None) -> list[Path]:
-    """Delete the oldest checkpoints beyond the limit (None: keep all); returns what was deleted."""
-    surplus = [] if save_total_limit is None else list_checkpoints(run)[:-save_total_limit]
+def rotate_checkpoints(
+    run: str | os.PathLike, save_total_limit: int | None, best_step: int | None = None
+) -> list[Path]:
+    """Delete the oldest checkpoints beyond the limit (None: keep all); returns what was deleted.
+
+    The checkpoint of best_step stays, and is counted; the newest one stays beside it also under a limit of 1.
+    """
+    if save_total_limit is None:
+        return []
+    found = list_checkpoints(run)
+    best = checkpoint_folder(run, best_step) if best_step is not None else None
+    if best in found[:-1]:
+        found.remove(best)
+        save_total_limit = max(save_total_limit - 1, 1)
+    surplus = found[:-save_total_limit]
     for path in surplus:
         remove_checkpoint(path)
     return surplus

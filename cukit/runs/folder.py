@@ -1,4 +1,6 @@
-"""A run folder on disk: config.yaml, metrics.jsonl, completions.jsonl, checkpoint-N/; the final model at its top."""
+"""A run folder on disk: config.yaml, metrics.jsonl, completions.jsonl, run.json, checkpoint-N/; the final model and the
+report at its top.
+"""
 
 import logging
 import os
@@ -10,6 +12,7 @@ import yaml
 from .checkpoint import has_model, latest_checkpoint, list_checkpoints
 from .files import free_name, write_text
 from .metrics import last_logged_step
+from .record import RECORD
 
 try:
     import fcntl
@@ -79,9 +82,10 @@ def _check_free(folder: Path) -> None:
 
 def leave_run_folder(folder: Path) -> None:
     """Remove the folder of a run that ended before it had anything to keep, so that nothing is claimed."""
-    left = [path.name for path in folder.iterdir()] if folder.is_dir() else None
-    if left in ([], ["config.yaml"]):
-        (folder / "config.yaml").unlink(missing_ok=True)
+    about = {"config.yaml", RECORD}
+    if folder.is_dir() and {path.name for path in folder.iterdir()} <= about:
+        for name in about:
+            (folder / name).unlink(missing_ok=True)
         folder.rmdir()
 
 

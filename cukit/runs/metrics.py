@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from .files import write_text
+from .reporters import Reporters
 
 METRICS, COMPLETIONS = "metrics.jsonl", "completions.jsonl"
 # In a logged row these are the newest value; every other metric is the mean over the steps since the last row.
@@ -36,7 +37,8 @@ class MetricsLogger:
 
     A run resumed from step S begins with `resume_step=S`: rows of later steps, written by the run that was cut off, are
     dropped, so that each step stands there once; `redo_last` drops the training row of step S too (its mean covers a
-    part of the steps only). A disk that is full ends nothing: rows wait, in order, until there is room.
+    part of the steps only). A disk that is full ends nothing: rows wait, in order, until there is room. `reporters`, if
+    the run sets them, get every row too.
     """
 
     def __init__(self, folder: str | os.PathLike, resume_step: int | None = None, redo_last: bool = False):
@@ -44,6 +46,7 @@ class MetricsLogger:
         self.folder.mkdir(parents=True, exist_ok=True)
         self._files: dict = {}
         self._waiting: dict[str, list[bytes]] = {METRICS: [], COMPLETIONS: []}
+        self.reporters: Reporters | None = None
         if resume_step is not None:
             _drop_rows(self.folder / COMPLETIONS, lambda row: row["step"] > resume_step)
             _drop_rows(
@@ -55,11 +58,16 @@ class MetricsLogger:
         """Write one row {"step": step, **metrics} to metrics.jsonl and return it."""
         row = plain_value({"step": step, **metrics})
         self._write(METRICS, [row])
+        if self.reporters is not None:
+            self.reporters.log(step, {name: value for name, value in row.items() if name != "step"})
         return row
 
     def log_completions(self, step: int, rows: Iterable[dict]) -> None:
         """Write rows (prompt, completion, reward, ... of one completion each) to completions.jsonl."""
-        self._write(COMPLETIONS, [plain_value({"step": step, **row}) for row in rows])
+        found = [plain_value({"step": step, **row}) for row in rows]
+        self._write(COMPLETIONS, found)
+        if self.reporters is not None:
+            self.reporters.log_completions(step, found)
 
     def close(self) -> None:
         for name, lines in self._waiting.items():
@@ -68,6 +76,8 @@ class MetricsLogger:
         for file in self._files.values():
             file.close()
         self._files = {}
+        if self.reporters is not None:
+            self.reporters.close()
 
     def _write(self, name: str, rows: list[dict]) -> None:
         waiting = self._waiting[name]

@@ -45,6 +45,35 @@ class ChatTemplates:
             self._checked.add(shape)
         return self._render(name, messages, variables)
 
+    def render_continuation(
+        self, messages: Sequence[dict], replies: Sequence[dict], tools: list[dict] | None, arguments: dict
+    ) -> str:
+        """What a chat that ends with an assistant message gains by `replies` and the next generation prompt.
+
+        It begins right behind the assistant's last word, with what the template ends an answer with. The chat is
+        rendered with a mark for that answer, and what follows the mark is taken: how the template renders anew what
+        came before (Qwen3's drops earlier thoughts) does not matter. ValueError if the mark cannot be found, or a
+        reply stands before it.
+        """
+        said = [str(message.get("content")) for message in (*messages, *replies)]
+        mark = next(mark for mark in map(_mark, range(MAX_CHECKED_SHAPES, 10**5)) if not any(mark in x for x in said))
+        chat = [*messages[:-1], {"role": "assistant", "content": mark}]
+        text = self.render([*chat, *replies], True, tools, arguments)
+        shape = ("continuation", len(messages), *map(_shape, replies))
+        if shape not in self._checked:
+            marks = [_mark(MAX_CHECKED_SHAPES - 1 - index) for index in range(len(replies))]
+            marked = [_with_text(reply, found) for reply, found in zip(replies, marks, strict=True)]
+            after = self.render([*chat, *marked], True, tools, arguments).partition(mark)[2]
+            if text.count(mark) != 1 or any(
+                found not in after for reply, found in zip(replies, marks, strict=True) if _has_text(reply)
+            ):
+                raise ValueError(
+                    "the chat template does not show an assistant's answer and what follows it one after the other, "
+                    "as they are: a chat with it cannot go on from the tokens that were sampled"
+                )
+            self._checked.add(shape)
+        return text.rpartition(mark)[2]
+
     def _render(self, name: str, messages: Sequence[dict], variables: dict) -> str:
         try:
             if name not in self._compiled:

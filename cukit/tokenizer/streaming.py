@@ -61,6 +61,21 @@ class IncrementalDecoder:
         return self._tokenizer.decode(self._window, self._skip_special_tokens)
 
 
+def token_texts(tokenizer: "Tokenizer", ids: Sequence[int]) -> list[str]:
+    """The text of each id; joined they are `tokenizer.decode(ids, skip_special_tokens=False)`.
+
+    A character of several ids stands at the last of them, and the others have "".
+    """
+    pieces = [tokenizer.text_of(token_id) for token_id in ids]
+    if REPLACEMENT not in (text := tokenizer.decode(ids, skip_special_tokens=False)) and "".join(pieces) == text:
+        return pieces
+    decoder = IncrementalDecoder(tokenizer, skip_special_tokens=False)
+    pieces = [decoder.push(token_id) for token_id in ids]
+    if pieces:
+        pieces[-1] += decoder.flush()
+    return pieces
+
+
 def text_after(
     tokenizer: "Tokenizer",
     prompt_ids: "Sequence[int] | np.ndarray",

@@ -50,6 +50,7 @@ class Tokenizer:
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
         self._special_ids = frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
         self.byte_ids = _byte_tokens(backend, vocabulary)
+        self._texts: dict[int, str] = {}  # of single ids
         self.special_tokens = {key: _content(config[key]) for key in NAMED_TOKENS if config.get(key) is not None}
         self._set_special_ids(generation, model_config)
         templates = self._find_templates(config)
@@ -124,6 +125,13 @@ class Tokenizer:
         known = [int(token) for token in ids if 0 <= token < self.vocab_size]
         return self._backend.decode(known, skip_special_tokens=skip_special_tokens)
 
+    def text_of(self, token_id: int) -> str:
+        """Text of one id alone, special tokens included; it is kept, so that the next call is quick."""
+        text = self._texts.get(token_id)
+        if text is None:
+            text = self._texts[token_id] = self.decode([token_id], skip_special_tokens=False)
+        return text
+
     def shows(self, token_id: int, skip_special_tokens: bool = True) -> bool:
         """Whether `decode` looks at an id: not at special tokens that it skips, nor at ids without a token."""
         return not (skip_special_tokens and token_id in self._special_ids) and self.id_to_token(token_id) is not None
@@ -173,6 +181,30 @@ class Tokenizer:
             return self._chat.render(messages, add_generation_prompt, tools, template_arguments)
         except ValueError as error:
             raise ValueError(f"{self.name}: {error}") from error.__cause__
+
+    def encode_continuation(
+        self,
+        messages: Sequence[dict],
+        replies: Sequence[dict],
+        last_token: int,
+        tools: list[dict] | None = None,
+        **template_arguments: Any,
+    ) -> list[int]:
+        """The ids that a chat gains by `replies` and the next generation prompt; nothing before them is looked at.
+
+        messages end with what the assistant said; last_token ends its ids. If the template ends an answer with that
+        token, it is there already and is left out here. ValueError for a template that cannot go on like that.
+        """
+        if self._chat is None:
+            raise ValueError(f"{self.name}: the tokenizer has no chat template, which a further turn needs")
+        try:
+            text = self._chat.render_continuation(messages, replies, tools, template_arguments)
+        except ValueError as error:
+            raise ValueError(f"{self.name}: {error}") from error.__cause__
+        ids = self.encode(text)
+        place = ids.index(last_token) if last_token in ids else -1
+        is_end = place >= 0 and not self.decode(ids[:place], skip_special_tokens=False).strip()
+        return ids[place + 1 :] if is_end else ids
 
     # ---- folders ----
 

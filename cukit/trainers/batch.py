@@ -47,8 +47,11 @@ class PackedBatch:
     predictors: Any = None  # int32: the token before it
     targets: Any = None  # int32: its id
     weights: Any = None  # in the loss
-    logprobs: Any = None  # of the sampler, at the moment the token was drawn
+    logprobs: Any = None  # old ones: the sampler's, at the moment the token was drawn, unless `sampled` is there
+    sampled: Any = None  # the sampler's, where `logprobs` are the trainer's
     ref_logprobs: Any = None
+    corrections: Any = None  # constant factors of the policy term (importance correction)
+    chosen: Any = None  # likewise: 1 where a token learns (top_entropy_quantile), 0 elsewhere
     advantages: Any = None
     values: Any = None
     returns: Any = None
@@ -166,7 +169,10 @@ LEARNT_COLUMNS = (
     "targets",
     "weights",
     "logprobs",
+    "sampled",
     "ref_logprobs",
+    "corrections",
+    "chosen",
     "advantages",
     "values",
     "returns",

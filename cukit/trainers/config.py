@@ -5,18 +5,21 @@ Values stay as they were given (None stays None). A value that follows from seve
 
 import logging
 import math
-from typing import Any
+from typing import Any, ClassVar
 
+from ..datasets.config import RowOptions
 from ..models.config import DTYPES
 from ..options import (
     LARGEST_SEED,
     Options,
     check_choices,
     check_range,
+    nested,
     option,
     require,
     say_once,
 )
+from .evaluation_config import BestModelOptions
 
 logger = logging.getLogger(__name__)
 EXCLUSIVE: tuple[tuple[str, ...], ...] = (
@@ -25,6 +28,7 @@ EXCLUSIVE: tuple[tuple[str, ...], ...] = (
     ("eval_strategy", "eval_steps"),
     ("dtype", "bf16", "fp16"),
 )
+DASHBOARDS = ("trackio", "wandb", "tensorboard")
 SCHEDULES = ("linear", "cosine", "constant", "constant_with_warmup")
 
 
@@ -38,6 +42,7 @@ class TrainerConfig(Options):
 
     group = "training"
     exclusive = EXCLUSIVE
+    default_metric: ClassVar[str] = "eval/loss"  # of metric_for_best_model
 
     output_dir: str | None = option(None, "run folder; default: a fresh one below runs/", group="files")
     resume_from_checkpoint: str | None = option(
@@ -72,19 +77,37 @@ class TrainerConfig(Options):
     shuffle_dataset: bool = option(True, "new random order of the rows in every epoch")
     logging_steps: int = option(10, "steps between rows of metrics.jsonl", group="log and checkpoints")
     log_completions: bool = option(
-        False, "print a sample completion at every logging step", group="log and checkpoints"
+        False, "at every logging step: print a completion, send a table to dashboards", group="log and checkpoints"
+    )
+    report_to: list[str] | None = option(
+        None, "dashboards: trackio, wandb, tensorboard (comma separated), or none", group="log and checkpoints"
+    )
+    run_name: str | None = option(
+        None, "the run's name in trackio and wandb; default: its folder's", group="log and checkpoints"
+    )
+    project: str | None = option(
+        None, "the project in trackio and wandb; default: WANDB_PROJECT (wandb), cukit", group="log and checkpoints"
     )
     save_steps: int = option(500, "steps between checkpoints; 0: only at the end", group="log and checkpoints")
-    save_total_limit: int | None = option(None, "keep only the newest checkpoints", group="log and checkpoints")
+    save_total_limit: int | None = option(
+        None, "keep only the newest checkpoints (and the best)", group="log and checkpoints"
+    )
     eval_strategy: str = option("no", "when to evaluate during training", ("no", "steps", "epoch"), "evaluation")
     eval_steps: int | None = option(None, "steps between evaluations (eval_strategy=steps)", group="evaluation")
     eval_on_start: bool = option(False, "evaluate before the first and after the last step", group="evaluation")
+    best: BestModelOptions = nested(BestModelOptions)
+    rows: RowOptions = nested(RowOptions)
 
     @classmethod
     def respelled(cls, values: dict[str, Any]) -> dict[str, Any]:
+        values = RowOptions.respelled(values)
         resume = values.get("resume_from_checkpoint")
         if isinstance(resume, bool):  # TRL's: the latest of output_dir
-            return values | {"resume_from_checkpoint": "latest" if resume else None}
+            values = values | {"resume_from_checkpoint": "latest" if resume else None}
+        if (share := _share(values.get("warmup_steps"))) is not None:  # transformers 5
+            values = {name: value for name, value in values.items() if name != "warmup_steps"}
+            require("warmup_ratio" not in values, f"warmup_steps={share} is a ratio, and warmup_ratio is given too")
+            values["warmup_ratio"] = share
         return values
 
     @classmethod
@@ -117,9 +140,15 @@ class TrainerConfig(Options):
         check_range(self, "max_steps", -1)
         require(self.max_steps != 0, "max_steps must be -1 (off) or at least 1, got 0")
         self._resolve_dtype()
+        self._check_dashboards()
         require(
             self.evaluates != "steps" or self.eval_steps is not None,
             "eval_strategy=steps needs eval_steps (steps between evaluations)",
+        )
+        require(
+            self.evaluates != "no" or not self.best.tracks,
+            f"{'load_best_model_at_end' if self.load_best_model_at_end else 'early_stopping_patience'} compares "
+            "evaluations of the run: give eval_steps or eval_strategy",
         )
         for ruling, void in EXCLUSIVE[:3]:
             if void in self.ruled_out() and {ruling, void} <= self.given and getattr(self, void):
@@ -138,6 +167,17 @@ class TrainerConfig(Options):
         if self.bf16 is False and self.dtype == "auto" and not self.fp16:
             self.dtype = "float32"
 
+    def _check_dashboards(self) -> None:
+        """report_to as a list of known names; "none" is the empty one."""
+        if self.report_to is None:
+            return
+        names = [name.strip().lower() for text in self.report_to for name in text.split(",")]
+        if names != ["none"]:
+            for name in names:
+                known = f"{', '.join(DASHBOARDS)}, or none alone"
+                require(name in DASHBOARDS, f"report_to must be among {known}, got {name!r}")
+        self.report_to = [] if names == ["none"] else list(dict.fromkeys(names))
+
     @property
     def evaluates(self) -> str:
         """When evaluations happen: "no", "steps" (of eval_steps) or "epoch"."""
@@ -155,6 +195,15 @@ class TrainerConfig(Options):
             "warmup_ratio" if self.warmup_steps else "warmup_steps",
             "eval_strategy" if self.evaluates == "steps" else "eval_steps",
         }
+
+
+def _share(steps: Any) -> float | None:
+    """A number of steps that is a share of all of them (between 0 and 1), else None."""
+    try:
+        share = float(steps)
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return share if 0 < share < 1 else None
 
 
 class SFTConfig(TrainerConfig):

@@ -29,6 +29,7 @@ class Replacements:
         self.rewards: dict[int, np.ndarray] = {}
         self.by_function: dict[int, np.ndarray] = {}
         self.stds: dict[int, float] = {}
+        self._recorded: dict[int, dict[str, list]] = {}
 
     def __call__(self, places: Sequence[int], samples: Samples) -> list:
         """Score the groups at these places, which have ended; returns what take() gave for those without a spread."""
@@ -37,6 +38,7 @@ class Replacements:
         for number, place in enumerate(places):
             rows = samples.groups == number
             self.rewards[place], self.by_function[place] = rewards[rows], by_function[rows]
+            self._recorded[place] = samples.rows(np.flatnonzero(rows)).recorded
             self.stds[place] = float(group_advantages(rewards[rows], int(rows.sum()), "none")[2][0])
             if self.stds[place] == 0 and self.num_drawn < self.most and (found := self.take()) is not None:
                 self.num_drawn += 1
@@ -52,6 +54,14 @@ class Replacements:
         """(rewards, by function) of all completions, groups in order."""
         order = sorted(self.rewards)
         return tuple(np.concatenate([found[place] for place in order]) for found in (self.rewards, self.by_function))
+
+    def recorded(self) -> dict[str, list]:
+        """What rewards recorded of all completions, groups in order: column -> a value a completion, or None."""
+        found: dict[str, list] = {name: [] for columns in self._recorded.values() for name in columns}
+        for place in sorted(self._recorded):
+            for name, values in found.items():
+                values += self._recorded[place].get(name, [None] * len(self.rewards[place]))
+        return found
 
     def metrics(self, samples: Samples) -> dict:
         """What the replacements cost. num_gen_batches: prompts drawn, in generation batches."""

@@ -1,13 +1,16 @@
 """Options of GRPO; names, defaults and meaning are TRL's."""
 
-from typing import Any
+from typing import Any, ClassVar
 
+from ..datasets.config import PromptOptions
 from ..engine.config import EngineConfig, SamplingOptions, SamplingParams
 from ..options import check_range, flat_values, nearest, nested, option, require
+from ..rewards.config import RewardLimits
 from .config import EXCLUSIVE, TrainerConfig
+from .evaluation_config import pass_at_k_values
+from .loss_config import LOSS_TYPES as LOSS_TYPES
+from .loss_config import AdvantageOptions, LossOptions
 
-# loss_type -> the per-token formula (`kind` of ops.policy_loss)
-LOSS_TYPES = {"dapo": "clip", "grpo": "clip", "bnpo": "clip", "dr_grpo": "clip", "cispo": "cispo"}
 CURRICULA = ("none", "solved", "never", "both")
 GENERATION_KWARGS = {"stop_strings": "stop", "eos_token_id": "stop_token_ids"}  # generate()'s name -> vLLM's
 
@@ -15,12 +18,13 @@ GENERATION_KWARGS = {"stop_strings": "stop", "eos_token_id": "stop_token_ids"}  
 class GRPOConfig(TrainerConfig):
     """Group relative policy optimisation; names, defaults and meaning as in TRL.
 
-    The engine's options are nested (`args.engine`, flat for the user), so are the sampling options beyond TRL's own
-    names. TRL's generation_kwargs is another spelling of these options.
+    The options of the engine, the loss and the advantages are nested (`args.engine`, flat for the user), so are the
+    sampling options beyond TRL's own names. TRL's generation_kwargs is another spelling of these options.
     """
 
     group = "loss"
     exclusive = (*EXCLUSIVE, ("generation_batch_size", "steps_per_generation"))
+    default_metric: ClassVar[str] = "eval/reward"
 
     learning_rate: float = option(1e-6, "peak learning rate of AdamW", group="training")
     eval_on_start: bool = option(True, "evaluate before the first and after the last step", group="evaluation")
@@ -28,9 +32,8 @@ class GRPOConfig(TrainerConfig):
         None, "rewards by name (exact, boxed, gsm8k, …) or path/file.py:function", group="rewards"
     )
     reward_weights: list[float] | None = option(None, "weight of each reward; default: 1 each", group="rewards")
-    scale_rewards: str = option(
-        "group", "divide advantages by the std of this", ("group", "batch", "none"), group="rewards"
-    )
+    reward_limits: RewardLimits = nested(RewardLimits)
+    advantage_options: AdvantageOptions = nested(AdvantageOptions)
     num_generations: int = option(8, "completions per prompt (the group), at least 2", group="generation")
     dynamic_sampling: bool = option(
         False, "replace groups with equal rewards, which have no gradient, by other prompts (DAPO)", group="generation"
@@ -47,6 +50,12 @@ class GRPOConfig(TrainerConfig):
     num_generations_eval: int | None = option(
         None, "sampled completions per prompt in evaluations; default: 1, greedy", group="evaluation"
     )
+    pass_at_k: list[int] | None = option(
+        None, "the k of eval/pass@k; default: powers of two up to num_generations_eval", group="evaluation"
+    )
+    eval_reward_funcs: list[str] | None = option(
+        None, "rewards of evaluations; default: those of the training", group="evaluation"
+    )
     generation_batch_size: int | None = option(
         None, "completions drawn at once; or give steps_per_generation", group="generation"
     )
@@ -62,24 +71,29 @@ class GRPOConfig(TrainerConfig):
     sampling: SamplingOptions = nested(SamplingOptions)
     generation_kwargs: dict | None = option(None, "sampling options as JSON (TRL's spelling)", group="generation")
     chat_template_kwargs: dict | None = option(None, "arguments of the chat template, as JSON", group="generation")
-    loss_type: str = option("dapo", "how token losses are averaged (cispo: other loss)", tuple(LOSS_TYPES))
-    beta: float = option(0.0, "weight of the KL to the reference model; 0 loads none")
-    epsilon: float = option(0.2, "the probability ratio is clipped below 1 - epsilon")
-    epsilon_high: float | None = option(None, "and above 1 + epsilon_high; default: epsilon (cispo: the ratio's cap)")
-    delta: float | None = option(None, "upper bound of the ratio for negative advantages (two-sided clip)")
-    importance_sampling_level: str = option("token", "ratio per token, or per sequence (GSPO)", ("token", "sequence"))
-    use_bias_correction_kl: bool = option(False, "multiply the KL by the importance ratio")
-    mask_truncated_completions: bool = option(False, "leave completions cut at max_completion_length out of the loss")
+    environment: str | None = option(
+        None,
+        "what answers the model between its turns: path/file.py:Class (TRL's environment_factory)",
+        group="environment",
+    )
+    tools: list[str] | None = option(
+        None, "functions that the model may call: path/file.py:function,function", group="environment"
+    )
+    max_tool_calling_iterations: int | None = option(
+        None,
+        "most answers of an environment (or turns with tool calls) in a completion; default: no limit",
+        group="environment",
+    )
+    loss_options: LossOptions = nested(LossOptions)
     sync_ref_model: bool = option(False, "move the reference model towards the policy")
     ref_model_mixup_alpha: float = option(0.6, "reference = alpha * policy + (1 - alpha) * reference")
     ref_model_sync_steps: int = option(512, "steps between those moves")
+    prompts: PromptOptions = nested(PromptOptions)
     engine: EngineConfig = nested(EngineConfig, without=("seed",))
 
     @classmethod
     def respelled(cls, values: dict[str, Any]) -> dict[str, Any]:
-        values = super().respelled(values)
-        if isinstance(values.get("scale_rewards"), bool):  # TRL's older form
-            values = values | {"scale_rewards": "group" if values["scale_rewards"] else "none"}
+        values = AdvantageOptions.respelled(super().respelled(values))
         if isinstance(values.get("generation_kwargs"), dict):
             values = dict(values)
             values |= _generation_kwargs(values.pop("generation_kwargs"), values)
@@ -88,11 +102,15 @@ class GRPOConfig(TrainerConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         require(
-            self.num_generations != 1,
+            self.num_generations != 1 or self.advantage_estimator == "reinforce_plus_plus",
             "num_generations=1 leaves nothing to compare a completion with; it must be at least 2",
         )
+        require(
+            not (self.num_generations == 1 and self.dynamic_sampling),
+            "dynamic_sampling compares the completions of a prompt: num_generations must be at least 2, got 1",
+        )
         for name, low in (
-            ("num_generations", 2),
+            ("num_generations", 1 if self.advantage_estimator == "reinforce_plus_plus" else 2),
             ("num_generations_eval", 1),
             ("num_iterations", 1),
             ("max_num_gen_batches", 1),
@@ -101,15 +119,17 @@ class GRPOConfig(TrainerConfig):
             ("generation_batch_size", 1),
             ("steps_per_generation", 1),
             ("ref_model_sync_steps", 1),
-            ("beta", 0),
-            ("epsilon", 0),
-            ("epsilon_high", 0),
+            ("max_tool_calling_iterations", 1),
         ):
             check_range(self, name, low)
         for name in ("min_p", "ref_model_mixup_alpha"):
             check_range(self, name, 0, 1)
-        for name in ("temperature", "delta"):
-            check_range(self, name, 0, open_low=True)
+        check_range(self, "temperature", 0, open_low=True)
+        require(
+            (self.overlong_buffer_len or 0) <= self.max_completion_length,
+            f"overlong_buffer_len={self.overlong_buffer_len} must not exceed "
+            f"max_completion_length={self.max_completion_length}",
+        )
         require(
             self.min_tokens <= self.max_completion_length,
             f"min_tokens={self.min_tokens} must not exceed max_completion_length={self.max_completion_length}",
@@ -122,6 +142,7 @@ class GRPOConfig(TrainerConfig):
             weights is None or rewards is None or len(weights) == len(rewards),
             f"reward_weights has {len(weights or [])} values for {len(rewards or [])} reward_funcs; give one each",
         )
+        pass_at_k_values(self.pass_at_k, self.num_generations_eval or 1, "num_generations_eval")
         self._check_generation_size()
 
     def _check_generation_size(self) -> None:
@@ -153,6 +174,9 @@ class GRPOConfig(TrainerConfig):
             f"steps_per_generation={steps} must be a multiple of gradient_accumulation_steps={accumulation}; "
             f"{steps} % {accumulation} = {steps % accumulation}",
         )
+
+    def ruled_out(self) -> set[str]:
+        return super().ruled_out() | self.advantage_options.ruled_out()
 
     @property
     def generation_size(self) -> int:

@@ -8,11 +8,15 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ..runs import checkpoint
+from ..runs.evaluations import drop_later_evaluations
 from ..runs.folder import RunLock, leave_run_folder, open_run_folder, write_run_config
 from ..runs.metrics import MetricsLogger, MetricsWindow
 from ..runs.progress import Progress
+from ..runs.record import RunRecord, machine
+from ..runs.report import write_report_at_end
+from ..runs.reporters import ReportedRun, Reporters
 from ..runs.signals import RunStopped
-from .state import POLICY, make_optimizer, restore, state_arrays
+from .state import POLICY, load_weights, make_optimizer, restore, state_arrays
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +39,8 @@ class Run:
         self.saved_step = None  # the newest checkpoint that this folder is known to hold
         self.applied = self.skipped = 0  # updates of this run
         self._updating = self._unsaved = False
+        self.record = None  # run.json, once steps are to be run
+        self._resume_step = None  # the step from which this run goes on in its own folder
         source = checkpoint.find_checkpoint(resume, args.output_dir) if resume else None
         # a run that is resumed goes on in its own folder unless another is named
         folder = args.output_dir or (str(source.parent) if source else None)
@@ -42,6 +48,7 @@ class Run:
         self._is_new = folder is None or not Path(folder).exists()
         self.folder = trainer.run_folder = open_run_folder(folder, trainer.label, resume=goes_on)
         self.lock = RunLock(self.folder)
+        self._goes_on = goes_on
         try:
             self._begin(source, goes_on)
         except BaseException:
@@ -51,11 +58,15 @@ class Run:
     def __enter__(self) -> Run:
         return self
 
-    def __exit__(self, *error) -> None:
+    def __exit__(self, kind=None, error=None, trace=None) -> None:
         trainer = self.trainer
         trainer.progress = None
         if trainer.logger is not None:
             trainer.logger.close()
+        if self.record is not None:
+            self.record.end(self._status(error), trainer.global_step)
+            if error is None or isinstance(error, Exception):  # the second Ctrl-C ends at once
+                write_report_at_end(self.folder)
         with suppress(OSError):
             self.lock.release()
             if self._is_new:
@@ -71,12 +82,13 @@ class Run:
             self._resume(source)
         step = trainer.global_step
         if goes_on:
-            self.saved_step = step
+            self.saved_step = self._resume_step = step
             for moved in checkpoint.set_aside_later(self.folder, step):
                 logger.warning("%s is of steps that are now run again; it was renamed to %s", self.folder, moved.name)
-            if step < trainer.total_steps:
+            if not trainer.finished:
                 checkpoint.withdraw_model(self.folder)
         write_run_config(self.folder, trainer.run_config(), step if goes_on else None)
+        drop_later_evaluations(self.folder, step if goes_on else -1)
         trainer.logger = MetricsLogger(self.folder, step if goes_on else -1, redo_last=bool(self.window))
 
     # ---- the loop ----
@@ -84,21 +96,26 @@ class Run:
     def loop(self) -> dict:
         """Steps until the last one or a stop; returns the last logged row."""
         trainer = self.trainer
-        if trainer.global_step == trainer.total_steps and not trainer.evaluation_due:
+        if trainer.finished and not trainer.evaluation_due:
+            early = trainer.global_step < trainer.total_steps
             trainer.say(
-                f"{self.folder} is already at step {trainer.global_step} of {trainer.total_steps}; "
-                "raise max_steps to go on"
+                f"{self.folder} is already at step {trainer.global_step} of {trainer.total_steps}"
+                f"{' and was stopped early' if early else ''}; raise "
+                f"{'early_stopping_patience' if early else 'max_steps'} to go on"
             )
             self._publish()
             return {}
+        self.record = RunRecord(self.folder, self._goes_on)
+        self.record.begin(trainer.global_step, self._facts())
         logger.info("run folder %s, steps %d of %d", self.folder, trainer.global_step, trainer.total_steps)
         logger.info("memory:\n%s", trainer.plan.table())
+        self._open_dashboards()
         with Progress(trainer.total_steps, trainer.label, trainer.global_step) as trainer.progress:
             try:
                 trainer.call("on_train_begin")
                 self._evaluate_if_due()
                 trainer.timer.pop()
-                while trainer.global_step < trainer.total_steps and not trainer.stop_requested():
+                while not trainer.finished and not trainer.stop_requested():
                     self._step()
             except RunStopped:
                 pass
@@ -107,6 +124,22 @@ class Run:
                 raise
             self._end()
         return self.last_row
+
+    def _facts(self) -> dict:
+        """What run.json says of this run besides its times."""
+        trainer, model = self.trainer, self.trainer.model
+        return {
+            "method": trainer.label,
+            "model": trainer.model_name,
+            "parameters": sum(parameter.data.size for parameter in model.named_parameters().values()),
+            "dtype": str(model.dtype),
+            "total_steps": trainer.total_steps,
+        } | machine(model.backend)
+
+    def _open_dashboards(self) -> None:
+        trainer, args = self.trainer, self.trainer.args
+        run = ReportedRun(self.folder, trainer.run_config(), args.run_name, args.project, self._resume_step)
+        trainer.logger.reporters = Reporters(args.report_to or [], run, tables=args.log_completions)
 
     def _step(self) -> None:
         trainer, args = self.trainer, self.trainer.args
@@ -119,7 +152,7 @@ class Run:
         if last or step % args.logging_steps == 0:
             self._log(self.window.pop())
         self._evaluate_if_due()
-        if args.save_steps and step % args.save_steps == 0 and not last:
+        if args.save_steps and step % args.save_steps == 0 and not last and self._unsaved:
             self._save_on_the_way()
 
     def _log(self, metrics: dict) -> None:
@@ -131,9 +164,17 @@ class Run:
         """What a stop cuts short stays due: the resumed run begins with it."""
         if self.trainer.evaluation_due:
             self.trainer.raise_if_stopped()
-            self.trainer.evaluate()
+            metrics = self.trainer.evaluate()
             self.trainer.evaluation_due = False
             self._unsaved = True
+            self._compare(metrics)
+
+    def _compare(self, metrics: dict) -> None:
+        """Whether this was the best evaluation so far; its checkpoint is written if it may become the final model."""
+        trainer = self.trainer
+        if trainer.best is not None and trainer.best.compare(trainer.global_step, metrics):
+            if trainer.args.load_best_model_at_end:
+                self._save_on_the_way()
 
     @contextmanager
     def update(self):
@@ -148,21 +189,33 @@ class Run:
 
     # ---- how it ends ----
 
+    def _status(self, error: BaseException | None) -> str:
+        if error is not None:
+            text = " ".join(str(error).split())[:300]
+            return f"error: {type(error).__name__}" + (f": {text}" if text else "")
+        finished = self.trainer.finished and not self.trainer.evaluation_due
+        return "finished" if finished else "stopped"
+
     def _end(self) -> None:
         """Save and say what there is after the last step or a stop."""
         trainer = self.trainer
         step, total = trainer.global_step, trainer.total_steps
-        self._check_updates(finished=step == total)
+        self._check_updates(finished=trainer.finished)
         try:
             if self._unsaved and step:
                 self.save_checkpoint()
-            if step == total:
+            if trainer.finished:
                 self._publish()
         finally:
             if self.window:  # a stop between two rows: the row so far, which the resumed run writes anew
                 self._log(self.window.row())
         if self.saved_step is None:
             trainer.say("stopped before the first step; nothing was saved, so the same command starts it again")
+        elif step < total and trainer.finished:
+            trainer.say(
+                f"stopped early at step {step} of {total}: {trainer.best.waited} evaluations in a row were not better "
+                f"than {trainer.best.metric} {trainer.best.value} of step {trainer.best.step}"
+            )
         elif step < total:
             trainer.say(f"stopped at step {step} of {total}; go on with {self._resume_options()}")
         elif trainer.evaluation_due:
@@ -209,10 +262,28 @@ class Run:
             )
 
     def _publish(self) -> None:
-        """The final model stands at the top of the run folder."""
-        last = checkpoint.checkpoint_folder(self.folder, self.trainer.total_steps)
-        if last.is_dir() and not checkpoint.has_model(self.folder):
-            checkpoint.publish_model(last, self.folder)
+        """The final model, the last or the best one, stands at the top of the run folder; the trainer holds it too."""
+        trainer, best = self.trainer, self._best_step
+        source = checkpoint.checkpoint_folder(self.folder, trainer.global_step)
+        if best is not None:
+            kept = checkpoint.checkpoint_folder(self.folder, best)
+            if kept.is_dir():
+                source = kept
+                load_weights(trainer.model, source)
+                trainer.weights_changed()
+                found = f"{trainer.best.metric} {trainer.best.value:.6g} of step {best} is the best"
+                trainer.say(f"{found}: the final model is {source.name}")
+            else:
+                logger.warning("%s, the best, could not be written: the final model is the last one", kept)
+        # a last evaluation that a stop had cut short may have made another model the best
+        if source.is_dir() and (best is not None or not checkpoint.has_model(self.folder)):
+            checkpoint.publish_model(source, self.folder)
+
+    @property
+    def _best_step(self) -> int | None:
+        """The step of the checkpoint that load_best_model_at_end keeps."""
+        trainer = self.trainer
+        return trainer.best.step if trainer.best is not None and trainer.args.load_best_model_at_end else None
 
     # ---- checkpoints ----
 
@@ -225,6 +296,7 @@ class Run:
             "num_tokens": trainer.num_tokens,
             "evaluations": trainer.evaluations,
             "evaluation_due": trainer.evaluation_due,
+            "best": trainer.best.state() if trainer.best is not None else None,
             "window": self.window.values,
             "sampler": trainer.sampler.state_dict(),
             "method": values,
@@ -239,7 +311,7 @@ class Run:
         )
         self.saved_step, self._unsaved = trainer.global_step, False
         try:
-            checkpoint.rotate_checkpoints(self.folder, trainer.args.save_total_limit)
+            checkpoint.rotate_checkpoints(self.folder, trainer.args.save_total_limit, self._best_step)
         except OSError as error:
             logger.warning("an old checkpoint of %s could not be deleted: %s", self.folder, error)
         trainer.call("on_save", folder)
@@ -265,4 +337,17 @@ class Run:
         trainer.evaluations = [(at, metrics) for at, metrics in evaluations]
         trainer.evaluation_due = state.get("evaluation_due", False)
         self.window = MetricsWindow(state.get("window"))
+        if trainer.best is not None:
+            self._resume_best(state.get("best") or {})
         trainer.weights_changed()
+
+    def _resume_best(self, state: dict) -> None:
+        """The best evaluation so far, unless the checkpoint that it stands for is not there."""
+        best = self.trainer.best
+        best.load_state(state)
+        if self._best_step is not None:
+            kept = checkpoint.checkpoint_folder(self.folder, self._best_step)
+            if not kept.is_dir() or (problem := checkpoint.why_not_whole(kept)):
+                problem = problem if kept.is_dir() else "it is missing"
+                logger.warning("%s, the best so far, cannot be kept (%s): the best is looked for anew", kept, problem)
+                best.forget()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 
 import numpy as np
@@ -14,6 +14,8 @@ from ..engine.config import SamplingParams
 from ..engine.llm import LLM
 from .advantage import token_weights
 from .batch import FINISH_REASONS, PackedBatch
+from .environment import Made
+from .episodes import Episode, Episodes
 
 
 @dataclass
@@ -25,15 +27,32 @@ class Samples:
     groups: np.ndarray  # (rows,) int32, the place of the row's prompt among the prompts
     logprobs: list[np.ndarray]  # of each completion token at the moment it was drawn; empty unless asked for
     finish_reasons: list[str]
-    texts: list[str]  # without special tokens and stop strings
+    texts: list[str]  # without special tokens and stop strings; of an episode with them, so that its turns can be told
+    # ---- of episodes with an environment, else None ----
+    masks: list[np.ndarray] | None = None  # bool, of each completion token: the model drew it
+    messages: list[list[dict]] | None = None  # after the prompt: what rewards get as the completion
+    environments: list[Made] | None = None
+    recorded: dict[str, list] = field(default_factory=dict)  # column -> a value a row: what rewards recorded of them
 
     def __len__(self) -> int:
         return len(self.token_ids)
 
     @property
     def lengths(self) -> np.ndarray:
-        """(rows,) tokens of each completion."""
+        """(rows,) tokens of each completion, without those that an environment wrote."""
+        if self.masks is not None:
+            return np.array([mask.sum() for mask in self.masks], np.int64)
         return np.fromiter(map(len, self.token_ids), np.int64, len(self)) - self.prompt_lengths
+
+    @property
+    def drawn(self) -> np.ndarray:
+        """(tokens of all rows,) bool: the model drew it. Prompts and what environments wrote are not."""
+        lengths = np.fromiter(map(len, self.token_ids), np.int64, len(self))
+        runs = np.stack([self.prompt_lengths, lengths - self.prompt_lengths], axis=1).ravel()
+        found = np.repeat(np.tile([False, True], len(self)), runs)
+        if self.masks is not None:
+            found[found] = np.concatenate([*self.masks, np.zeros(0, bool)])
+        return found
 
     @cached_property
     def prompt_ids(self) -> list[list[int]]:
@@ -63,19 +82,26 @@ class Samples:
     def rows(self, chosen) -> Samples:
         """Those of the given places only."""
         chosen = np.asarray(chosen)
-        lists = (self.token_ids, self.logprobs, self.finish_reasons, self.texts)
-        token_ids, logprobs, reasons, texts = ([values[i] for i in chosen.tolist()] for values in lists)
-        return Samples(token_ids, self.prompt_lengths[chosen], self.groups[chosen], logprobs, reasons, texts)
+        picked = {
+            item.name: [values[i] for i in chosen.tolist()] if isinstance(values, list) else values
+            for item in fields(self)
+            for values in [getattr(self, item.name)]
+        }
+        picked |= {name: picked[name][chosen] for name in ("prompt_lengths", "groups")}
+        recorded = {name: [values[i] for i in chosen.tolist()] for name, values in self.recorded.items()}
+        return Samples(**picked | {"recorded": recorded})
 
 
 class Rollout:
     """An engine that shares the trainer's weights. Call weights_changed() after every update.
 
-    sleeps: the KV cache is given back between rollouts, for the memory that training needs.
+    sleeps: the KV cache is given back between rollouts, for the memory that training needs. episodes: set it to play
+    with environments.
     """
 
     def __init__(self, model, tokenizer, sleeps: bool = False, **engine_options):
         self.llm, self.sleeps = LLM.from_model(model, tokenizer, **engine_options), sleeps
+        self.episodes: Episodes | None = None
 
     def generate(
         self,
@@ -84,21 +110,29 @@ class Rollout:
         seeds: list[int] | None = None,
         between_steps: Callable[[], None] | None = None,
         more: Callable[[list[int], Samples], list[tuple]] | None = None,
+        row_of: Callable[[int], dict] | None = None,
     ) -> Samples:
         """sampling.n completions of each prompt (ids). seeds: one a prompt (sample j adds j); None for greedy.
 
         between_steps is called after every engine step; if it raises, no request is left behind. more(places, samples)
         is called with the completions of prompts that have ended; the (prompt, seed) pairs that it returns join the
-        others. ValueError if the model's numbers are finite in no completion at all.
+        others. row_of(place): the data row of a prompt, for environments. ValueError if the model's numbers are finite
+        in no completion at all.
         """
         params = [replace(sampling, seed=None if seeds is None else seeds[i]) for i in range(len(prompts))]
 
-        def further(places, requests):
-            return [(ids, replace(sampling, seed=seed)) for ids, seed in more(places, _samples(self.llm, requests))]
+        def further(places, ended):
+            samples = _samples(self.llm, ended) if self.episodes is None else _samples_of(self.llm, ended)
+            return [(ids, replace(sampling, seed=seed)) for ids, seed in more(places, samples)]
 
         self.llm.wake_up()
-        requests = self.llm.run(prompts, params, between_steps, None if more is None else further)
-        samples = _samples(self.llm, requests)
+        if self.episodes is None:
+            requests = self.llm.run(prompts, params, between_steps, None if more is None else further)
+            samples = _samples(self.llm, requests)
+        else:
+            assert row_of is not None
+            groups = self.episodes.play(prompts, row_of, params, between_steps, None if more is None else further)
+            samples = _samples_of(self.llm, groups)
         if self.sleeps:
             self.llm.sleep()
         if len(samples) and samples.failed.all():
@@ -127,6 +161,27 @@ def _samples(llm, requests) -> Samples:
     )
 
 
+def _samples_of(llm, groups: list[list[Episode]]) -> Samples:
+    """What played episodes hold."""
+    episodes = [episode for group in groups for episode in group]
+    token_ids = [np.asarray(episode.token_ids, np.int32) for episode in episodes]
+    lengths = [episode.prompt_length for episode in episodes]
+    return Samples(
+        token_ids,
+        np.array(lengths, np.int32),
+        np.repeat(np.arange(len(groups), dtype=np.int32), [len(group) for group in groups]),
+        [episode.logprobs for episode in episodes],
+        [episode.finish_reason for episode in episodes],
+        [
+            llm.tokenizer.decode(ids[length:], skip_special_tokens=False)
+            for ids, length in zip(token_ids, lengths, strict=True)
+        ],
+        [episode.mask for episode in episodes],
+        [episode.messages for episode in episodes],
+        [episode.made for episode in episodes],
+    )
+
+
 def pack_samples(samples: Samples, rewards, advantages, args, num_slices: int, generation: int, dtype) -> PackedBatch:
     """The generation batch as training takes it, in num_slices optimizer batches; args: GRPOConfig.
 
@@ -136,7 +191,7 @@ def pack_samples(samples: Samples, rewards, advantages, args, num_slices: int, g
     """
     dtype = np.float64 if dtype == np.float64 else np.float32
     counted = ~samples.failed & ~(samples.truncated & args.mask_truncated_completions)
-    has_gradient = (advantages.astype(dtype) != 0) | bool(args.beta)
+    has_gradient = (advantages.astype(dtype) != 0) | args.loss_options.all_rows_learn
     order = np.arange(len(samples))
     if num_slices > 1:
         order = np.random.default_rng([args.seed, generation]).permutation(len(order))
@@ -144,16 +199,15 @@ def pack_samples(samples: Samples, rewards, advantages, args, num_slices: int, g
     for part in np.split(order, np.arange(1, num_slices) * len(order) // num_slices):
         if len(part):
             learnt = np.where(counted, lengths, 0)[part]
-            weights[part] = token_weights(args.loss_type, learnt, args.max_completion_length)
+            weights[part] = token_weights(args.loss_type, learnt, args.loss_scale_factor or args.max_completion_length)
         part = part[counted[part]]
         chosen += [part[has_gradient[part]], part[~has_gradient[part]]]
         borders.append(borders[-1] + len(part))
     chosen = np.concatenate(chosen)
     kept, learnt = samples.rows(chosen), lengths[chosen]
-    runs = np.stack([kept.prompt_lengths, learnt], axis=1).ravel()  # of prompt tokens and completion tokens in turn
     return PackedBatch.build(
         kept.token_ids,
-        np.repeat(np.tile([False, True], len(chosen)), runs),
+        kept.drawn,
         borders,
         weights=np.repeat(weights[chosen], learnt).astype(dtype),
         logprobs=np.concatenate([*kept.logprobs, np.zeros(0, dtype)]).astype(dtype),

@@ -10,7 +10,7 @@ import logging
 import math
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 
 from ..autograd import Tensor
+from ..datasets.columns import dataset_rows
 from ..datasets.sampler import EpochSampler
-from ..datasets.sources import load_rows
 from ..engine.config import EngineConfig
 from ..engine.memory import Plan, plan_memory
 from ..engine.shapes import ModelUse
@@ -29,8 +29,10 @@ from ..optim import AdamW, learning_rate_factor
 from ..options import flat_values
 from ..runs.metrics import MetricsLogger, Timer
 from ..runs.progress import Progress
+from ..runs.reporters import check_packages
 from ..runs.signals import StopSignal
 from ..tokenizer import Tokenizer
+from .best import BestModel
 from .callbacks import TrainerCallback, call_callbacks
 from .config import TrainerConfig
 from .loop import Run
@@ -41,7 +43,7 @@ __all__ = ["Trainer", "TrainerCallback"]
 logger = logging.getLogger(__name__)
 
 ModelSource = str | os.PathLike | Decoder
-DataSource = str | os.PathLike | Sequence[dict]  # a file, or its rows
+DataSource = str | os.PathLike | Iterable[dict]  # what load_rows takes: a file, a name of the hub, rows
 
 
 class Trainer(ABC):
@@ -61,6 +63,7 @@ class Trainer(ABC):
         device: str = "auto",
         dtype: str = "auto",
     ):
+        check_packages(args.report_to or [])
         self.args, self.callbacks = args, list(callbacks)
         self.run_folder: Path | None = None
         self.run: Run | None = None
@@ -81,11 +84,11 @@ class Trainer(ABC):
         model.gradient_checkpointing = args.gradient_checkpointing
         model.limit_vocabulary(self.tokenizer.vocab_size)
         self.models = {POLICY: TrainedModel(POLICY, model)}
-        self.train_rows = self.prepare_rows(load_rows(train_dataset), "train_dataset")
+        self.train_rows = self.read_rows(train_dataset, "train_dataset")
         self.eval_rows: list = []
         self.sampler = self.make_sampler(len(self.train_rows))
         if eval_dataset is not None:
-            self.eval_rows = self.prepare_rows(load_rows(eval_dataset), "eval_dataset")
+            self.eval_rows = self.read_rows(eval_dataset, "eval_dataset")
         elif args.evaluates != "no":
             raise ValueError(f"eval_strategy={args.evaluates} needs an eval_dataset")
         self.total_steps = self.count_steps()
@@ -93,6 +96,7 @@ class Trainer(ABC):
         self.global_step, self.num_tokens = 0, 0
         self.evaluations: list[tuple[int, dict]] = []
         self.evaluation_due = False
+        self.best = BestModel(args) if args.best.tracks else None
         self.timer, self._stop = Timer(), StopSignal()
 
     @property
@@ -101,9 +105,22 @@ class Trainer(ABC):
         return self.models[POLICY].model
 
     @property
+    def finished(self) -> bool:
+        """Whether no step is left: the last one is done, or early_stopping_patience is at its end."""
+        return self.global_step >= self.total_steps or (self.best is not None and self.best.exhausted)
+
+    @property
     def optimizer(self) -> AdamW | None:
         """The policy's AdamW; None before the run begins."""
         return self.models[POLICY].optimizer
+
+    def read_rows(self, dataset: Any, name: str) -> list:
+        """The prepared rows of train_dataset or eval_dataset: anything that cukit.datasets.sources.load_rows takes."""
+        try:
+            rows = dataset_rows(dataset, self.args.rows, "train" if name == "train_dataset" else "test")
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
+        return self.prepare_rows(rows, name)
 
     @property
     def _optimizers(self) -> dict[str, AdamW]:

@@ -1,20 +1,28 @@
 """A loss of your own: REINFORCE (Williams 1992) in place of GRPO's clipped surrogate.
 
     python docs/examples/custom_loss.py
+    python cukit_cli.py grpo --loss docs/examples/custom_loss.py:policy_loss
 
-One method is all: policy_loss gets the log-probabilities of the sampled tokens as the policy is now, a Tensor that the
-tape follows, and the rows with what belongs to each token. Advantages, packing, metrics, checkpoints stay as they are.
+One function is all: it gets the log-probabilities of the sampled tokens as the policy is now, a Tensor that the tape
+follows, the rows with what belongs to each token, and the options. It returns the loss, or the loss and sums that
+metrics show as means over the tokens. Advantages, packing, metrics, checkpoints stay as they are. As a method of a
+subclass it can have metrics and states of its own.
 """
 
 from cukit import GRPOConfig, GRPOTrainer
 
 
-class ReinforceTrainer(GRPOTrainer):
+def policy_loss(logprobs, rows, args):
     """Raise log p of a token in proportion to its advantage; no ratio, no clip."""
+    loss = -(logprobs * rows.advantages * rows.weights).sum()
+    return loss, {"advantage": rows.advantages.sum()}  # arrays here are added up over the step
+
+
+class ReinforceTrainer(GRPOTrainer):
+    """The same in Python."""
 
     def policy_loss(self, logprobs, rows):
-        loss = -(logprobs * rows.advantages * rows.weights).sum()
-        return loss, {"advantage": rows.advantages.sum()}  # arrays here are added up over the step
+        return policy_loss(logprobs, rows, self.args)
 
     def step_metrics(self, sums):
         return super().step_metrics(sums) | {"advantage": sums.get("advantage", 0.0)}

@@ -1,8 +1,12 @@
 """doctor's line about CuPy: which package is in use where two are installed."""
 
+import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[2]
 
@@ -34,3 +38,19 @@ def test_the_package_in_use_is_the_one_that_is_imported(tmp_path):
     both = cupy_line(thirteen, twelve)
     assert both.startswith("cupy-cuda13x 14.3.0 (also installed: cupy-cuda12x 14.2.0; only one may be")
     assert cupy_line(twelve, thirteen).startswith("cupy-cuda12x 14.2.0 (also installed: cupy-cuda13x 14.3.0")
+
+
+@pytest.mark.parametrize(
+    "text, version",
+    [
+        ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 01:15:15 UTC 2023\n", "535.104.05"),
+        ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.95.05  Release Build  (a)\n", "580.95.05"),
+        ("something else 12\n", None),
+    ],
+)
+def test_the_drivers_version_is_what_the_system_says(tmp_path, text, version):
+    about = tmp_path / "version"
+    about.write_text(text)
+    driver_version = runpy.run_path(str(ROOT / "cukit/backend/cuda/versions.py"))["driver_version"]
+    first = driver_version(about).split(", ")[0]
+    assert first == version if version else re.fullmatch(r"CUDA \d+\.\d|not found", first)

@@ -11,7 +11,7 @@ import yaml
 from safetensors.numpy import load_file, save_file
 
 import cukit_cli
-from cukit.commands.generate import generation_defaults
+from cukit.commands.chat import generation_defaults
 from cukit.commands.parser import make
 from cukit.runs.metrics import read_jsonl
 from cukit.trainers.config import SFTConfig
@@ -274,6 +274,24 @@ def test_eval_prints_the_accuracy(tiny, capsys, tmp_path):
         and "rewards/always/mean 1.0000" in out
         and "rewards/gsm8k/mean" in out
     )
+
+
+def test_eval_limits_rewards_from_files_and_prints_what_they_record(tiny, capsys, fails, tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "import time\n"
+        "def records(completions, log_metric, trainer_state, **columns):\n"
+        "    log_metric('mine/count', len(completions) + trainer_state.global_step)\n"
+        "    return [1.0] * len(completions)\n"
+        "def slow(completions, **columns):\n"
+        "    time.sleep(60)\n"
+    )
+    argv = ["eval", "--model", str(tiny), "--limit", "3", "--max_tokens", "4", "--reward_funcs"]
+    assert cukit_cli.main([*argv, f"{path}:records", "length(target=4)"]) == 0
+    out = capsys.readouterr().out
+    assert "\n  mine/count 3.0000\n" in out and "rewards/length/mean" in out
+    error = fails(*argv, f"{path}:slow", "--reward_timeout", "0.5")
+    assert "reward 'slow': a call with 3 completions took longer than reward_timeout=0.5 s" in error
 
 
 # ---- what a user can get wrong ---------------------------------------------------------------------------------------

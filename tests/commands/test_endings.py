@@ -15,8 +15,9 @@ import yaml
 
 import cukit_cli
 from cukit import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
-from cukit.commands import generate as generate_command
-from cukit.commands.evaluate import EvalOptions, report
+from cukit.commands.chat import Chat
+from cukit.commands.evaluate import report
+from cukit.commands.generate import GenerateOptions
 from cukit.commands.parser import make
 from cukit.commands.train import program
 from cukit.trainers.trainer import Trainer
@@ -150,7 +151,8 @@ def test_c14_ctrl_c_ends_the_answer_and_keeps_the_conversation(monkeypatch, caps
             if word is KeyboardInterrupt:
                 raise KeyboardInterrupt
             self.text = getattr(self, "text", "") + word
-            return SimpleNamespace(outputs=[SimpleNamespace(text=self.text, text_delta=word)])
+            output = SimpleNamespace(text=self.text, text_delta=word, token_ids=[1], finish_reason=None)
+            return SimpleNamespace(outputs=[output], prompt_token_ids=[1], num_cached_tokens=0)
 
         def close(self):
             closed.append(True)
@@ -158,10 +160,15 @@ def test_c14_ctrl_c_ends_the_answer_and_keeps_the_conversation(monkeypatch, caps
     answers = iter([["a long ", "answer", KeyboardInterrupt], ["yes"]])
 
     class Model:
-        tokenizer = SimpleNamespace(has_chat_template=True)
+        tokenizer = SimpleNamespace(
+            has_chat_template=True,
+            render_chat=lambda messages, **_: asked.append([message["content"] for message in messages]) or "",
+            encode=lambda text: [1],
+            decode=lambda ids, skip_special_tokens: "?",
+        )
+        config = SimpleNamespace(max_model_len=99)
 
-        def chat(self, messages, sampling, stream):
-            asked.append([message["content"] for message in messages])
+        def generate(self, prompts, sampling, stream):
             return Stream(next(answers))
 
     lines = iter(["first", KeyboardInterrupt, "second"])
@@ -175,8 +182,8 @@ def test_c14_ctrl_c_ends_the_answer_and_keeps_the_conversation(monkeypatch, caps
         return line
 
     monkeypatch.setattr(builtins, "input", read)
-    generate_command.converse(Model(), make(generate_command.GenerateOptions, {"model": "m"}))
-    assert asked == [["first"], ["first", "a long answer", "second"]] and closed == [True]
+    Chat(Model(), make(GenerateOptions, {"model": "m"})).converse()
+    assert asked == [["first"], ["first", "a long answer", "second"]] and closed == [True, True]
     assert "a long answer" in capsys.readouterr().out
 
 
@@ -186,17 +193,20 @@ def test_c14_ctrl_c_ends_a_command_with_a_prompt():
         yield
 
     llm = SimpleNamespace(tokenizer=None, generate=interrupted)
-    options = make(generate_command.GenerateOptions, {"raw": True})
+    options = make(GenerateOptions, {"raw": True})
     with pytest.raises(KeyboardInterrupt):
-        generate_command.answer(llm, options, [], "x")
+        Chat(llm, options, raw=True).answer("x")
 
 
 def test_c14_lines_of_a_conversation_are_read_with_readline(monkeypatch):
     seen = []
     monkeypatch.setattr(builtins, "input", lambda prompt: seen.append("readline" in sys.modules) or "/exit")
     monkeypatch.delitem(sys.modules, "readline", raising=False)
-    generate_command.converse(None, make(generate_command.GenerateOptions, {}))
-    assert seen == [True]
+    llm = SimpleNamespace(tokenizer=SimpleNamespace(has_chat_template=True))
+    Chat(llm, make(GenerateOptions, {})).converse()
+    monkeypatch.setitem(sys.modules, "readline", None)  # a Python without it
+    Chat(llm, make(GenerateOptions, {})).converse()
+    assert seen == [True, True]
 
 
 def test_c14_measurements_show_progress_on_stderr(capsys):
@@ -276,13 +286,11 @@ def test_c13_eval_warns_when_completions_are_cut_and_counts_what_the_reward_left
     assert cukit_cli.main(argv) == 0
     assert "warning: 100% of the completions were cut off at max_tokens=1" in capsys.readouterr().err
     scores = np.array([[1.0], [np.nan], [0.0], [np.nan], [1.0]])
-    lines = report(
-        make(EvalOptions, {"data": "d"}), ["r"], scores, np.zeros(5, bool), np.ones(5), np.zeros(5, bool), 1.0
-    )
+    lines = report("d", ["r"], scores, np.zeros(5, bool), np.ones(5), np.zeros(5, bool), 1.0)
     assert lines[0] == "accuracy 0.6667 (2 of 3; the reward did not apply to 2 more; d)"
     with pytest.raises(ValueError, match="applies to no row of d"):
         report(
-            make(EvalOptions, {"data": "d"}),
+            "d",
             ["r"],
             scores * np.nan,
             np.zeros(5, bool),

@@ -273,6 +273,22 @@ def test_a_further_turn_goes_on_from_kept_kv(length, max_tokens):
     assert not llm.core.requests
 
 
+def test_the_kept_kv_of_one_sample_is_released_alone():
+    llm = make_llm(enable_prefix_caching=False)
+    first, other = (llm.core.add(np.arange(9 + i, dtype=np.int32), None, params(n=2), keeps_cache=True) for i in (0, 1))
+    while llm.core.requests:
+        llm.step()
+    held = llm.core.scheduler.held
+    assert len(held) == 4
+    llm.core.release(first.sequences[1])
+    assert set(held) == {first.sequences[0], *other.sequences}
+    check_engine(llm)
+    llm.core.release(other)
+    assert set(held) == {first.sequences[0]}
+    llm.core.release(first)
+    assert not held and llm.core.blocks.num_free == 60
+
+
 def test_kept_kv_gives_way_to_what_runs():
     llm = make_llm(num_kv_blocks=16)
     kept = llm.core.add(np.arange(40, dtype=np.int32), None, params(n=1, max_tokens=6), keeps_cache=True)

@@ -125,6 +125,10 @@ def policy_losses(dtype="float32"):
                 0.1,
                 True,
             )
+    for kind, coefficients in (("sapo", (1.0, 1.05)), ("vespo", (2.0, 3.0, 3.0, 2.0))):
+        columns = (new, old, ref, advantages, weights, borders)
+        settings = (kind, 0.2, 0.28, None, 0.1, True, 20.0, "token", coefficients, "k2")
+        be.policy_loss_forward(*columns, *settings, weights, ref, 0.01)
 
 
 def filters(dtype):

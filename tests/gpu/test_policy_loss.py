@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 from check import check_kernel, statistics
 
+from cukit import GRPOConfig, GRPOTrainer
 from cukit.backend import backend_for
+from cukit.runs.metrics import read_jsonl
 from cukit.trainers.advantage import token_weights
 from cukit.trainers.grpo_config import LOSS_TYPES
 
@@ -84,6 +86,41 @@ def test_sizes(level, kind, delta, beta, bias_kl, count):
     )
 
 
+MORE = {  # what follows new … cu_seqlens: kind, eps_low, eps_high, delta, beta, bias_kl, max_log_ratio, level, …
+    "sapo": ("sapo", 0.2, 0.2, None, 0.1, True, 20.0, "token", (1.0, 1.05), "k3"),
+    "sapo_sequence": ("sapo", 0.2, 0.2, None, 0.1, True, 20.0, "sequence", (1.0, 1.05), "k2"),
+    "vespo": ("vespo", 0.2, 0.2, None, 0.1, True, 20.0, "token", (2.0, 3.0, 3.0, 2.0), "k3"),
+    "gspo_token": ("clip", 0.2, 0.28, 1.5, 0.1, True, 20.0, "sequence_token", (), "k3"),
+    "k1": ("clip", 0.2, 0.28, None, 0.1, True, 20.0, "token", (), "k1"),
+    "k2": ("cispo", 0.2, 1.3, None, 0.1, False, 20.0, "token", (), "k2"),
+}
+
+
+@pytest.mark.parametrize("threshold", [None, 0.01])
+@pytest.mark.parametrize("with_factors", [False, True], ids=["", "factors"])
+@pytest.mark.parametrize("count", [0, 1, 211, 5003])
+@pytest.mark.parametrize("name", MORE)
+def test_more_losses(name, count, with_factors, threshold):
+    rng = np.random.default_rng(count)
+    new, old, ref, advantages, sampled = (statistics(count, seed=seed, scale=0.3) for seed in (1, 2, 3, 4, 5))
+    weights = (rng.random(count) * (rng.random(count) > 0.2)).astype(np.float32)
+    cuts = np.sort(rng.integers(0, count + 1, 5))
+    cu_seqlens = np.array([0, *cuts, count], np.int32)
+    factors = rng.random(count).astype(np.float32) if with_factors else None
+    more = (factors, sampled if with_factors else None, threshold)
+    check_policy_loss(new, old, ref, advantages, weights, cu_seqlens, *MORE[name], *more)
+
+
+def test_factors_of_one_change_no_bit():
+    cuda = backend_for("cuda")
+    columns = [cuda.array(statistics(5003, seed=seed, scale=0.3)) for seed in range(5)]
+    settings = (None, "clip", 0.2, 0.28, None, 0.1, False, 20.0, "token", (), "k3")
+    plain = cuda.policy_loss_forward(*columns, *settings)
+    ones = cuda.policy_loss_forward(*columns, *settings, cuda.array(np.ones(5003, np.float32)))
+    for x, y in zip(plain, ones):
+        assert cuda.to_numpy(x).tobytes() == cuda.to_numpy(y).tobytes()
+
+
 def test_masked_tokens_may_hold_anything():
     bad, zeros, ones = np.array([-np.inf, np.nan, 800.0], np.float32), np.zeros(3, np.float32), np.ones(3, np.float32)
     for cu_seqlens in (None, np.array([0, 0, 3], np.int32)):
@@ -146,3 +183,31 @@ def test_e12_any_finite_log_probs(kind, level):
         cuts = np.sort(rng.integers(0, count + 1, 5))
         cu_seqlens = np.array([0, *cuts, count], np.int32) if level == "sequence" else None
         check_policy_loss(new, old, ref, advantages, weights, cu_seqlens, kind, 0.2, 0.3, 1.5, 0.1, True)
+
+
+def test_the_correction_of_an_exact_engine_is_exactly_one(tmp_path):
+    """The trainer's log-probs before an update are the engine's in every bit; the options about entropy run along."""
+    args = GRPOConfig(
+        output_dir=str(tmp_path / "run"),
+        device="cuda",
+        per_device_train_batch_size=32,
+        num_generations=8,
+        max_completion_length=12,
+        max_steps=2,
+        logging_steps=1,
+        vllm_importance_sampling_correction=True,
+        vllm_importance_sampling_mode="token_truncate",
+        off_policy_mask_threshold=0.5,
+        top_entropy_quantile=0.5,
+        entropy_coef=0.01,
+    )
+    folder = Path(__file__).parents[2] / "data" / "tiny-qwen3"
+    rows = [{"prompt": f"{number}+1="} for number in range(16)]
+    lengths = lambda completion_ids, **_: [len(set(ids)) / 12 for ids in completion_ids]  # noqa: E731
+    trainer = GRPOTrainer(folder, lengths, args, rows)
+    batch = trainer.make_batch(0)[0][0].batch
+    corrections, chosen = (trainer.model.backend.to_numpy(x) for x in (batch.corrections, batch.chosen))
+    assert (corrections == 1).all() and 0.3 < chosen.mean() < 0.7
+    trainer.train()
+    metrics = read_jsonl(trainer.run_folder / "metrics.jsonl")
+    assert all(row["sampling/sampling_logp_difference/max"] == 0 for row in metrics if "entropy_coef" in row)

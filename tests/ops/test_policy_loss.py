@@ -217,13 +217,23 @@ def test_splitting_the_batch_changes_nothing(loss_type, rows_each):
     new, old, advantages = rng.normal(size=(3, starts[-1]))
     weights = np.repeat(token_weights(loss_type, lengths, 16), lengths)
 
-    def grad(tokens):
+    def grad(first, last):
+        tokens = slice(starts[first], starts[last])
         leaf = Tensor(new[tokens], requires_grad=True)
-        loss, _ = policy_loss(leaf, old[tokens], None, advantages[tokens], weights[tokens], kind=LOSS_TYPES[loss_type])
+        loss, _ = policy_loss(
+            leaf,
+            old[tokens],
+            None,
+            advantages[tokens],
+            weights[tokens],
+            kind=LOSS_TYPES[loss_type],
+            cu_seqlens=starts[first : last + 1] - starts[first] if loss_type == "vespo" else None,
+            coefficients={"sapo": (1.0, 1.05), "vespo": (2.0, 3.0, 3.0, 2.0)}.get(loss_type, ()),
+        )
         loss.backward()
         return loss.item(), leaf.grad
 
-    whole_loss, whole = grad(slice(0, starts[-1]))
-    parts = [grad(slice(starts[row], starts[row + rows_each])) for row in range(0, 16, rows_each)]
+    whole_loss, whole = grad(0, 16)
+    parts = [grad(row, row + rows_each) for row in range(0, 16, rows_each)]
     np.testing.assert_allclose(sum(loss for loss, _ in parts), whole_loss, rtol=1e-12, atol=1e-15)
     np.testing.assert_array_equal(np.concatenate([part for _, part in parts]), whole)

@@ -75,8 +75,12 @@ def test_t9_prompt_keywords():
     assert call(takes_neither, ["c"], prompt_ids=[[5, 6]], prompt_text=["x"]) == [0.0]
     call(functools.partial(takes_text), ["c"], {"prompt_text": ["a column"]}, prompt_text=["y"])
     assert seen["text"] == ["y"]
-    for reward in BUILTIN_REWARDS.values():
-        call(reward, ["#### 6"], {"answer": ["6"]}, prompt_ids=[[5]], prompt_text=["x"])
+    columns = {"answer": ["6"], "numbers": [[2, 3]], "target": [6], "tests": [["assert True"]]}
+    parameters = {"length": "target=3", "overlong": "max_length=4, buffer=2"}
+    for name in BUILTIN_REWARDS:
+        if name != "math":  # it needs a package of its own
+            reward = load_reward(f"{name}({parameters.get(name, '')})")
+            call(reward, ["#### 6"], columns, prompt_ids=[[5]], prompt_text=["x"])
 
 
 REWARDS = """

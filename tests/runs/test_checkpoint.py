@@ -76,6 +76,21 @@ def test_latest_is_by_number_and_rotation_drops_the_oldest(tmp_path, model):
     assert latest_checkpoint(tmp_path / "nothing") is None
 
 
+def test_rotation_keeps_the_best(tmp_path, model):
+    def rotate(steps, limit, best):
+        for step in steps:
+            save_checkpoint(tmp_path / f"checkpoint-{step}", model, None, {}, {})
+        rotate_checkpoints(tmp_path, limit, best)
+        return [int(path.name.partition("-")[2]) for path in list_checkpoints(tmp_path)]
+
+    assert rotate((1, 2, 3, 4), 3, 2) == [2, 3, 4]
+    assert rotate((5,), 3, 2) == [2, 4, 5]
+    assert rotate((6,), 1, 2) == [2, 6]  # the newest stays beside it
+    assert rotate((7,), 1, 7) == [7]
+    assert rotate((8, 9), 2, 1) == [8, 9]  # a best that is not there takes no place
+    assert rotate((), None, 8) == [8, 9]
+
+
 def test_resume_from_checkpoint_may_be_a_checkpoint_a_run_or_latest(tmp_path, model):
     folder = save_checkpoint(tmp_path / "checkpoint-5", model, None, {}, {})
     assert (

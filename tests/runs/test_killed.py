@@ -65,6 +65,18 @@ trainer = GRPOTrainer(model, [ones], args, rows, rows[:3], Tokenizer.from_folder
 trainer.train(resume_from_checkpoint="latest" if latest_checkpoint(sys.argv[1]) else None)
 """
 
+# An evaluation that says when it scores; its reward grows to step 14 and then falls.
+EVALUATED = """
+def growing(completions, **_):
+    print("evaluating", flush=True)
+    return [min(trainer.global_step, 28 - trainer.global_step) / 30] * len(completions)
+
+class Evaluated:
+    def on_evaluate(self, trainer, metrics):
+        print("evaluated", trainer.global_step, flush=True)
+
+"""
+
 
 def start(code_or_arguments, *arguments, **more):
     words = ["-c", code_or_arguments] if isinstance(code_or_arguments, str) else code_or_arguments
@@ -91,7 +103,9 @@ def rows_of(run):
 DYNAMIC = {"dynamic_sampling": True, "max_num_gen_batches": 3, "curriculum": "both", "curriculum_patience": 3}
 
 
-@pytest.mark.parametrize("options", [{}, DYNAMIC], ids=["plain", "dynamic"])
+@pytest.mark.parametrize(
+    "options", [pytest.param({}, id="plain"), pytest.param(DYNAMIC, id="dynamic", marks=pytest.mark.slow)]
+)
 def test_a_run_killed_at_random_moments_ends_as_if_nothing_had_happened(tmp_path, options):
     """kill -9 three times, a random time after a random step; then the run goes on: equal bits, nothing left over."""
     straight, cut, moments = tmp_path / "straight", tmp_path / "cut", random.Random(20261128)
@@ -126,6 +140,7 @@ MOMENTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_a_run_killed_at_a_bad_moment_ends_as_if_nothing_had_happened(tmp_path, moment, straight_run):
     cut = tmp_path / "cut"
@@ -145,6 +160,44 @@ def straight_run(tmp_path_factory):
     run = tmp_path_factory.mktemp("runs") / "straight"
     assert start(WORKER, run, json.dumps(DYNAMIC)).wait(60) == 0
     return run
+
+
+@pytest.mark.slow
+def test_a_run_killed_in_its_evaluations_keeps_the_best_model(tmp_path):
+    """kill -9 once in an evaluation, once between its end and the checkpoint of a new best, once in a step."""
+    worker = WORKER.replace(
+        "eval_steps=4,",
+        "eval_steps=2, num_generations_eval=2, load_best_model_at_end=True,",
+    ).replace("folder = Path", EVALUATED + "folder = Path")
+    worker = worker.replace("callbacks=[Say()])", "callbacks=[Say(), Evaluated()], eval_reward_funcs=[growing])")
+    assert worker.count("growing") == 2
+    straight, cut = tmp_path / "straight", tmp_path / "cut"
+    first = start(worker, straight)
+    for said in (["evaluating"] * 5, ["done 9", "evaluating"], ["evaluated 14"]):
+        process = start(worker, cut)
+        for line in process.stdout:
+            if said and line.startswith(said[0]):
+                said = said[1:]
+            if not said:
+                break
+        process.kill()
+        _, errors = process.communicate()
+        assert process.returncode == -signal.SIGKILL and latest_checkpoint(cut) is not None and not said, errors
+    _, errors = start(worker, cut).communicate(timeout=60)
+    assert newest_model(cut) == cut, errors
+    assert first.wait(60) == 0
+    assert rows_of(cut) == rows_of(straight)
+    states = [json.loads((run / "checkpoint-20/trainer_state.json").read_text()) for run in (cut, straight)]
+    for state in states:
+        for _, metrics in state["evaluations"]:
+            del metrics["eval/runtime"]
+        state.pop("window")
+    assert states[0] == states[1] and states[0]["best"]["step"] == 14 and len(states[0]["evaluations"]) == 11
+    kept = [path.name for path in list_checkpoints(cut)]
+    assert kept == [path.name for path in list_checkpoints(straight)] == ["checkpoint-14", "checkpoint-20"]
+    for name in ["model.safetensors", *(f"evaluations/step-{step}.jsonl" for step in range(0, 21, 2))]:
+        assert (cut / name).read_bytes() == (straight / name).read_bytes(), name
+    assert (cut / "model.safetensors").read_bytes() == (cut / "checkpoint-14/model.safetensors").read_bytes()
 
 
 @pytest.mark.slow
@@ -214,4 +267,5 @@ def test_c8_no_room_for_a_checkpoint(tmp_path):
     assert f"{run / 'checkpoint-3'} could not be saved: " in errors.splitlines()[-1]
     assert process.returncode == 1
     assert len(read_jsonl(run / "metrics.jsonl")) == 3
-    assert sorted(path.name for path in run.iterdir()) == ["config.yaml", "metrics.jsonl"]
+    left = ["config.yaml", "metrics.jsonl", "report.html", "run.json"]
+    assert sorted(path.name for path in run.iterdir()) == left

@@ -9,10 +9,18 @@ import pytest
 
 from cukit import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 from cukit.backend import backend_for
+from cukit.datasets.demonstrations import encode_prompts
+from cukit.engine.config import SamplingParams
 from cukit.models.config import ModelConfig
 from cukit.models.decoder import Decoder
 from cukit.runs.metrics import read_jsonl
 from cukit.tokenizer import Tokenizer
+from cukit.trainers.environment import EnvironmentMaker
+from cukit.trainers.episodes import Episodes
+from cukit.trainers.rollout import Rollout
+
+from ..engine.helpers import check_engine
+from .playing import ROWS, SHORT, Asking
 
 FOLDER = Path(__file__).parents[2] / "data" / "tiny-qwen3"
 
@@ -158,3 +166,29 @@ def rows_without_times(run_folder):
         {name: value for name, value in row.items() if not name.startswith(timed)}
         for row in read_jsonl(Path(run_folder) / "metrics.jsonl")
     ]
+
+
+# ---- episodes ----
+
+
+@pytest.fixture
+def play(make_model, tokenizer):
+    """play(environment class, rows=, options of the engine, …) -> (Samples, Rollout)."""
+
+    def run(factory=Asking, rows=ROWS, dtype="float64", tools=None, max_iterations=None, seeds=None, sampling=None,
+            model=None, between_steps=None, **options):  # fmt: skip
+        options = {"max_model_len": 96, "block_size": 4} | options
+        rollout = Rollout(model or make_model(dtype), tokenizer, **options)
+        maker = EnvironmentMaker(factory, tools)
+        rollout.episodes = Episodes(rollout.llm, maker, None, max_iterations)
+        prompts = encode_prompts(maker.with_tools(rows), tokenizer)
+        seeds = [100 + 7 * i for i in range(len(rows))] if seeds is None else seeds
+        params = SamplingParams(**SHORT | (sampling or {}))
+        samples = rollout.generate(prompts, params, seeds, between_steps, row_of=rows.__getitem__)
+        check_engine(rollout.llm)
+        core = rollout.llm.core
+        assert not core.requests and not core.scheduler.held, "nothing is left behind"
+        assert core.blocks.num_free == core.blocks.num_blocks
+        return samples, rollout
+
+    return run

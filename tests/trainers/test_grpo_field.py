@@ -36,7 +36,7 @@ def test_e4_failed_completions_are_left_out_and_counted(make_grpo, capsys):
     """The gradient is that of the others: nothing computes with the failed row, no reward is asked about it."""
     asked = []
 
-    def reward(completions, **columns):
+    def reward(completions, trainer_state, log_extra, log_metric, **columns):
         asked.append((len(completions), {name: len(values) for name, values in columns.items()}))
         return share_of_ones(completions)
 

@@ -1,7 +1,8 @@
-"""Which CuPy package is in use, and the CUDA libraries that it finds; for `cukit doctor`."""
+"""Which CuPy package is in use, the CUDA libraries that it finds, and the driver; for `cukit doctor` and run.json."""
 
 import importlib
 import importlib.util
+import re
 from importlib import metadata
 from pathlib import Path
 
@@ -13,14 +14,34 @@ WHEELS = {
 
 
 def library_versions() -> dict[str, str]:
-    """{"CuPy": …, "NVRTC": …, "cuBLAS": …}: versions as the libraries themselves say, or why not."""
+    """{"CuPy": …, "NVRTC": …, "cuBLAS": …, "driver": …}: versions as the libraries themselves say, or why not."""
     packages = {name: f"{name} {found}" for name in CUPY_PACKAGES if (found := _installed(name))}
     in_use = next((name for name in packages if _is_imported(name)), None)
     cupy = packages.pop(in_use, "a package of an unknown name")
     if packages:
         others = ", ".join(packages.values())
         cupy += f" (also installed: {others}; only one may be: uninstall all of them, then install one)"
-    return {"CuPy": cupy, "NVRTC": _asked("NVRTC", _nvrtc_version), "cuBLAS": _asked("cuBLAS", _cublas_version)}
+    return {
+        "CuPy": cupy,
+        "NVRTC": _asked("NVRTC", _nvrtc_version),
+        "cuBLAS": _asked("cuBLAS", _cublas_version),
+        "driver": driver_version(),
+    }
+
+
+def driver_version(about: Path = Path("/proc/driver/nvidia/version")) -> str:
+    """The driver's own version where the system tells it (Linux), and the newest CUDA that it serves."""
+    found = []
+    try:
+        found += re.findall(r"Kernel Module(?: for \S+)?\s+(\d[\d.]+)", about.read_text(errors="replace"))[:1]
+    except OSError:
+        pass
+    try:
+        number = importlib.import_module("cupy_backends.cuda.api.runtime").driverGetVersion()
+        found += [f"CUDA {number // 1000}.{number % 1000 // 10}"] if number else []
+    except Exception:  # what CuPy raises depends on what is missing
+        pass
+    return ", ".join(found) or "not found"
 
 
 def _is_imported(package: str) -> bool:

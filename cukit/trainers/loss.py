@@ -1,0 +1,87 @@
+"""The policy loss of a GRPO run: the built-in ones as the options say, or a user's own function of the same signature.
+
+    policy_loss(logprobs, rows, args) -> loss, or (loss, {name: array})
+
+logprobs: Tensor (N,), of the learnt tokens as the policy is now. rows has as arrays (N,) what belongs to them:
+advantages, weights (how loss_type averages; they sum over all passes of the batch), logprobs (the old ones: the
+sampler's, or the trainer's with importance correction), ref_logprobs (None unless beta is in the loss), corrections and
+chosen (constant factors, or None). args: GRPOConfig. loss: a scalar Tensor; the losses of the passes of an optimizer
+batch are added up. A user's arrays are sums over the tokens of a pass; metrics show their mean over the step's tokens.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ..autograd import Tensor
+from ..ops import policy_loss
+from ..options import require
+from ..user_code import line_in, load_function, one_line
+from .loss_config import LOSS_TYPES
+
+OWN = "loss/"  # before the names of what a user's loss returns besides
+
+
+def built_in_loss(logprobs, rows, args):
+    """The loss of TRL's loss_type and what belongs to it, and {"stats": the sums that ops.policy_loss.STATS names}."""
+    options, kind = args.loss_options, LOSS_TYPES[args.loss_type]
+    level, threshold = args.importance_sampling_level, args.off_policy_mask_threshold
+    by_sequence = level != "token" or kind == "vespo" or threshold is not None
+    loss, stats = policy_loss(
+        logprobs,
+        rows.logprobs,
+        rows.ref_logprobs,
+        rows.advantages,
+        rows.weights,
+        kind=kind,
+        eps_low=args.epsilon,
+        eps_high=options.ratio_cap,
+        delta=args.delta,
+        beta=options.kl_in_loss,
+        bias_kl=args.use_bias_correction_kl,
+        cu_seqlens=rows.cu_learnt if by_sequence else None,
+        level=level,
+        coefficients=_coefficients(kind, args),
+        kl_estimator=options.estimates_kl_by,
+        factors=_factors(rows),
+        sampled=rows.sampled,
+        off_policy_threshold=threshold,
+    )
+    return loss, {"stats": stats}
+
+
+def _coefficients(kind, args) -> tuple:
+    if kind == "sapo":
+        return args.sapo_temperature_pos, args.sapo_temperature_neg
+    if kind == "vespo":
+        return args.vespo_k_pos, args.vespo_lambda_pos, args.vespo_k_neg, args.vespo_lambda_neg
+    return ()
+
+
+def _factors(rows):
+    """corrections · chosen, where they are there."""
+    if rows.corrections is None or rows.chosen is None:
+        return rows.chosen if rows.corrections is None else rows.corrections
+    return rows.corrections * rows.chosen
+
+
+def load_loss(spec: str):
+    """A user's loss, "path/file.py:function", that checks what it returns and names itself in errors."""
+    function = load_function(spec, "loss")
+    path = str(Path(spec.rpartition(":")[0]).resolve())
+
+    def own_loss(logprobs, rows, args):
+        try:
+            found = function(logprobs, rows, args)
+        except Exception as error:
+            where = line_in(path, error)
+            raise ValueError(f"loss {spec!r} raised {type(error).__name__}: {one_line(error)}{where}") from error
+        loss, extra = found if isinstance(found, tuple) and len(found) == 2 else (found, {})
+        require(
+            isinstance(loss, Tensor) and loss.data.size == 1 and isinstance(extra, dict),
+            f"loss {spec!r} must return a Tensor of one number, or that and a dict of arrays of one number, got "
+            f"{found!r:.100}",
+        )
+        return loss, {OWN + name: value for name, value in extra.items()}
+
+    return own_loss
