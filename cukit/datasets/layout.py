@@ -27,7 +27,7 @@ PREFERRED = {"train": ("train",), "test": ("test", "validation", "eval", "dev", 
 
 
 class NoReadableFiles(ValueError):
-    """A data set whose files have none of the formats that are read here."""
+    """A data set has no file in a format that is read here."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def choose(
 
 
 def converted(files: list[str]) -> str:
-    """The front matter for the hub's own conversion, whose files are CONFIG/SPLIT/0000.parquet."""
+    """The front matter for the hub's own conversion; its files are CONFIG/SPLIT/0000.parquet."""
     found: dict[str, list[dict]] = {}
     for file in sorted(files):
         parts = PurePosixPath(file).parts

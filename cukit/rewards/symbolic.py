@@ -15,7 +15,7 @@ def math(
     r"""1.0 if math-verify finds the completion's answer equal to one of the row's: `1+x` = `x+1`, `\sqrt8` = `2\sqrt2`.
 
     math-verify looks for the answer: a box first, then formulas and numbers at the end. What it can not read, or not
-    compare within its five seconds, is wrong. None for a row whose own answer it can not read.
+    compare within its five seconds, is wrong. None for a row with an answer that it cannot read.
     """
     from math_verify import parse, verify
 

@@ -1,8 +1,8 @@
 """A reward in a process of its own: started once, asked for every batch, ended when it exceeds a limit.
 
 The process leads a session and a process group of its own: Ctrl-C does not reach it, and whatever it started ends with
-it. A guard, a bare process forked before anything else, waits for the end of its standard input, whose other end this
-process holds: however this process ends, the whole group is killed.
+it. A guard, a bare process forked before anything else, waits for the end of its standard input. This process holds the
+other end: however it ends, the whole group is killed.
 
 What goes to the worker is pickled; what comes back is JSON, so that nothing of the user's is unpickled here.
 """

@@ -20,7 +20,7 @@ def high_entropy(entropies: np.ndarray, quantile: float) -> np.ndarray:
 class EntropyBonus:
     """The coefficient of the mean entropy in the loss, loss − coefficient · H; constant, or moved after every step.
 
-    Adaptive (Skywork-OR1, He et al. 2025; as in TRL): after a step whose mean entropy is at most entropy_target the
+    Adaptive (Skywork-OR1, He et al. 2025; as in TRL): after a step with a mean entropy of at most entropy_target the
     coefficient rises by entropy_coef_delta, else it falls by it, within [entropy_coef_min, entropy_coef_max]; it counts
     in a step only if the step before had an entropy of at most the target.
     """

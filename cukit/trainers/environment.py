@@ -79,7 +79,7 @@ class Made:
 class EnvironmentMaker:
     """Makes the environment of each completion, from environment_factory and tools.
 
-    factory() gives an Environment with respond(), or as in TRL an object with reset() whose public methods are tools.
+    factory() gives an Environment with respond(), or as in TRL an object with reset(); its public methods are tools.
     ValueError in one line if it gives neither, or if a tool has no schema.
     """
 

@@ -84,10 +84,10 @@ class Episodes:
         further: Further | None = None,
     ) -> list[list[Episode]]:
         """The episodes of each prompt. prompts: ids; row_of(place): the data row, with a conversational prompt; params:
-        one each, whose max_tokens bounds the whole completion.
+        one each; max_tokens bounds the whole completion.
 
         between_steps is called after every engine step, and while all wait for environments; if it raises, no request
-        is left behind. further(places, groups) is called with prompts whose episodes have ended; the (prompt, params)
+        is left behind. further(places, groups) is told of prompts with no episode left to play; the (prompt, params)
         pairs that it returns join the others.
         """
         game = _Game(self, row_of, between_steps or (lambda: None), further)
@@ -111,12 +111,12 @@ class _Game:
         self.groups: list[list[Episode]] = []
         self.ended: list[int] = []  # groups that `further` has not been told of
         self.requests: list[Request] = []
-        self.drawing: dict[Request, dict[int, Episode]] = {}  # request -> its samples whose turn has not ended
+        self.drawing: dict[Request, dict[int, Episode]] = {}  # request -> its samples that still draw
         self.asked: dict[Future, Episode] = {}
         self.pool: ThreadPoolExecutor | None = None
 
     def begin(self, ids: list[int], params: SamplingParams) -> None:
-        """The first turn of a prompt's completions: one request, whose samples share the prompt."""
+        """The first turn of a prompt's completions: one request; its samples share the prompt."""
         group = len(self.groups)
         row = self.row_of(group)
         base = group if params.seed is None else params.seed
