@@ -34,7 +34,7 @@ class Say:
         print("done", trainer.global_step, flush=True)
 
 def ones(completions, **_):
-    return [text.count("1") / 9 for text in completions]
+    return [str(completion).count("1") / 9 for completion in completions]
 
 folder = Path("data/tiny-qwen3")
 shape = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2,
@@ -43,6 +43,9 @@ config = ModelConfig.from_json(json.loads((folder / "config.json").read_text()) 
 model = Decoder(config, backend_for("cpu"), "float32")
 model.init_weights(0)
 rows = [{"prompt": "1" * (i + 1) + "="} for i in range(10)]
+options = json.loads(sys.argv[2] if len(sys.argv) > 2 else "{}")
+if "environment" in options:
+    rows = [{"prompt": [{"role": "user", "content": row["prompt"]}]} for row in rows]
 def killed(what, times):
     # kill this process at the times-th call of module.function
     module, name = what.rsplit(".", 1)
@@ -59,8 +62,8 @@ if len(sys.argv) > 3:
     killed(sys.argv[3], int(sys.argv[4]))
 args = GRPOConfig(output_dir=sys.argv[1], learning_rate=1e-2, max_steps=20, logging_steps=2, save_steps=3,
                   save_total_limit=2, per_device_train_batch_size=16, steps_per_generation=2, num_generations=4,
-                  max_completion_length=6, eval_steps=4, lr_scheduler_type="cosine", warmup_steps=2,
-                  **json.loads(sys.argv[2] if len(sys.argv) > 2 else "{}"))
+                  eval_steps=4, lr_scheduler_type="cosine", warmup_steps=2,
+                  **({"max_completion_length": 6} | options))
 trainer = GRPOTrainer(model, [ones], args, rows, rows[:3], Tokenizer.from_folder(folder), callbacks=[Say()])
 trainer.train(resume_from_checkpoint="latest" if latest_checkpoint(sys.argv[1]) else None)
 """
@@ -101,10 +104,21 @@ def rows_of(run):
 
 
 DYNAMIC = {"dynamic_sampling": True, "max_num_gen_batches": 3, "curriculum": "both", "curriculum_patience": 3}
+# an environment that asks for more, up to three times
+TURNS = DYNAMIC | {
+    "environment": "tests/trainers/playing.py:Asking",
+    "stop": ["1", "2", "+"],
+    "max_completion_length": 40,
+}
 
 
 @pytest.mark.parametrize(
-    "options", [pytest.param({}, id="plain"), pytest.param(DYNAMIC, id="dynamic", marks=pytest.mark.slow)]
+    "options",
+    [
+        pytest.param({}, id="plain"),
+        pytest.param(DYNAMIC, id="dynamic", marks=pytest.mark.slow),
+        pytest.param(TURNS, id="environment", marks=pytest.mark.slow),
+    ],
 )
 def test_a_run_killed_at_random_moments_ends_as_if_nothing_had_happened(tmp_path, options):
     """kill -9 three times, a random time after a random step; then the run goes on: equal bits, nothing left over."""
@@ -125,7 +139,9 @@ def test_a_run_killed_at_random_moments_ends_as_if_nothing_had_happened(tmp_path
     assert newest_model(cut) == cut, errors
     assert first.wait(60) == 0
     assert rows_of(cut) == rows_of(straight)
-    assert any("dynamic_sampling/num_gen_batches" in row for row in rows_of(cut)) == bool(options)
+    logged = {name for row in rows_of(cut) for name in row}
+    assert ("dynamic_sampling/num_gen_batches" in logged) == bool(options)
+    assert ("completions/mean_turns" in logged) == ("environment" in options)
     assert (cut / "model.safetensors").read_bytes() == (straight / "model.safetensors").read_bytes()
     assert [path.name for path in list_checkpoints(cut)] == ["checkpoint-18", "checkpoint-20"]
     assert all(why_not_whole(path) is None for path in list_checkpoints(cut)) and not list(cut.glob(".checkpoint*"))
