@@ -168,6 +168,7 @@ def test_doctor(capsys):
     assert "numpy " in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_sft_writes_a_run_that_resumes_with_its_own_options(tiny, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(tiny.parent, run)
@@ -356,5 +357,6 @@ def test_a_prompt_longer_than_the_context(fails, tiny, tmp_path):
     assert "256" in fails("generate", "--model", tiny, "--prompt", "1+" * 200)
 
 
+@pytest.mark.slow
 def test_a_folder_that_holds_another_run(fails, tiny):
     assert "already holds a run" in fails("sft", "--max_steps", "1", "--output_dir", tiny.parent)

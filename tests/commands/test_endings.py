@@ -215,6 +215,7 @@ def test_c14_measurements_show_progress_on_stderr(capsys):
     assert "1 of 3: embedding_forward" in (shown := capsys.readouterr().err) and "3 of 3: store_kv" in shown
 
 
+@pytest.mark.slow
 def test_c14_pytest_slow_needs_no_gpu():
     def chosen(*words):
         ended = subprocess.run(

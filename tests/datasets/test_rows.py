@@ -220,6 +220,7 @@ def test_bundled_files_are_what_the_scripts_write(tmp_path):
             assert path.read_bytes() == (ROOT / "data" / folder / path.name).read_bytes(), path.name
 
 
+@pytest.mark.slow
 def test_bundled_task(tiny):
     files = {name: load_rows(ROOT / "data" / "arithmetic" / f"{name}.jsonl") for name in ("sft", "train", "test")}
     assert {name: len(rows) for name, rows in files.items()} == {"sft": 16000, "train": 4000, "test": 512}

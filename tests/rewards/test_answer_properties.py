@@ -179,6 +179,7 @@ def test_hostile_completions_take_bounded_time(name):
     assert name in ("nested boxes", "empty boxes") or one(gsm8k_strict, text, "6") == 0.0
 
 
+@pytest.mark.slow
 def test_random_text_is_read_without_an_exception():
     rng = random.Random(3)
     pieces = [

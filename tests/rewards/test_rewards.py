@@ -89,6 +89,7 @@ def test_boxed_solutions_are_right():
     assert boxed(completions=[message(text) for text in solutions], solution=solutions) == [1.0] * 320
 
 
+@pytest.mark.slow
 def test_boxed_other_answers_are_wrong():
     """Every row's solution against every different answer of its kind, and against other kinds."""
     kinds = {row["unique_id"].split("/")[1] for row in ROWS}

@@ -21,6 +21,7 @@ def example():
     return module
 
 
+@pytest.mark.slow
 def test_it_learns(example, tmp_path):
     trainer = example.main(FOLDER, output_dir=str(tmp_path / "run"), device="cpu", save_steps=0)
     rewards = logged(trainer, "reward")

@@ -166,6 +166,7 @@ def test_evaluations_use_the_environment(make_run, rows):
     }
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_with_the_same_episodes(make_run, tmp_path):
     """A generation batch is drawn anew from the same seeds."""
     whole = make_run(max_steps=4, save_steps=2, num_iterations=1)
@@ -253,6 +254,7 @@ def test_prompts_show_the_tools(make_grpo, file, tmp_path):
     assert logged(trainer, "tools/call_frequency") == [0.0] and logged(trainer, "tools/failure_frequency") == [0.0]
 
 
+@pytest.mark.slow
 def test_the_command_line(file, tmp_path, capsys):
     run = tmp_path / "run"
     words = ["grpo", "--environment", f"{file}:Again", "--max_steps", "1", "--max_completion_length", "40"]

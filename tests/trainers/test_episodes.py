@@ -171,6 +171,7 @@ def test_failed_rows_end(play, make_model):
 # ---- side by side, in any order ----
 
 
+@pytest.mark.slow
 def test_results_depend_on_no_order(play):
     expected = outcomes(play()[0])
     for options in ({"max_num_seqs": 2}, {"num_kv_blocks": 40}, {"enable_prefix_caching": False},
