@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from processes import running_children
 
 from cukit.rewards import RewardBatch, RewardLog, RewardWorker, TrainerState, call_reward, load_reward
 from cukit.rewards import worker as worker_module
@@ -90,7 +91,7 @@ def worker(tmp_path):
 
 
 def alive(process):
-    return [child for child in process.children(recursive=True) if child.status() != psutil.STATUS_ZOMBIE]
+    return running_children(process)
 
 
 def batch(texts=("[1, 2]", "[1]", ""), state=None, **columns):

@@ -9,6 +9,7 @@ import time
 import numpy as np
 import psutil
 import pytest
+from processes import running_children
 
 from cukit import GRPOConfig
 from cukit.runs.metrics import read_jsonl
@@ -79,11 +80,7 @@ def nothing_is_left():
 
 
 def children():
-    return [
-        child
-        for child in psutil.Process().children(recursive=True)
-        if child.status() != psutil.STATUS_ZOMBIE and "cukit.rewards" in " ".join(child.cmdline())
-    ]
+    return running_children(psutil.Process(), "cukit.rewards")
 
 
 def samples(texts, failed=()):
