@@ -5,6 +5,7 @@ notation are unified. Formulas are not rearranged: `x+1` is not `1+x`. A text th
 other.
 """
 
+import functools
 import re
 from dataclasses import dataclass
 from fractions import Fraction
@@ -15,6 +16,7 @@ from .units import LETTER_UNITS, NO_UNITS
 # No answer is longer. Python converts digits to integers in quadratic time, so numbers have a limit of their own.
 MAX_ANSWER_LENGTH = 2000
 MAX_NUMBER_LENGTH = 300
+NUM_READ = 4096  # readings that are kept: a gold stands in every row of a group, and answers repeat
 
 
 @dataclass(frozen=True)
@@ -25,7 +27,7 @@ class Answer:
     body: Formula
     unit: Formula
 
-    @property
+    @functools.cached_property
     def value(self) -> Fraction | None:
         """The number that the body is, whatever its unit; None if it is no number (an expression is none)."""
         return _value(self.body)
@@ -36,6 +38,7 @@ class Answer:
         return self.value is not None and self.value.denominator == 1 and any(item[0] == "frac" for item in self.body)
 
 
+@functools.lru_cache(NUM_READ)
 def read(text: str, grouped: bool = True, words: bool = False) -> Answer | None:
     """The answer that `text` as a whole is (see `read_formula`); None if it is empty, too long or can not be read."""
     if len(text) > MAX_ANSWER_LENGTH:
