@@ -80,7 +80,7 @@ def main() -> None:
             gain = advantages.view(-1, 1)
             loss = -torch.minimum(ratio * gain, ratio.clamp(1 - EPSILON, 1 + EPSILON) * gain)
             loss = (loss * learnt).sum() / learnt.sum()
-            optimizer.param_groups[0]["lr"] = LEARNING_RATE * min(1.0, step / WARM_UP)
+            optimizer.param_groups[0]["lr"] = LEARNING_RATE * min(1.0, (step + 1) / WARM_UP)
             optimizer.zero_grad()
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), LARGEST_NORM)
