@@ -78,11 +78,13 @@ class Options:
     """The base of every configuration; see the module's docstring.
 
     A subclass may set `group` (the heading of its options in help), `exclusive` (sets of options of which the one given
-    later wins), and override `respelled`, `__post_init__`, `merged` and `ruled_out`.
+    later wins) and `way_out` (the end of the error about unknown names), and override `respelled`, `__post_init__`,
+    `merged` and `ruled_out`.
     """
 
     group: ClassVar[str] = "other"
     exclusive: ClassVar[tuple[tuple[str, ...], ...]] = ()
+    way_out: ClassVar[str] = ""
     given: frozenset[str]
     _options: ClassVar[dict[str, Option]] = {}
     _nested: ClassVar[dict[str, dataclasses.Field]] = {}
@@ -100,8 +102,9 @@ class Options:
         values = cls.respelled(values)
         if unknown := [name for name in values if name not in cls._options]:
             if len(unknown) > 1:
-                raise ValueError(f"{cls.__name__} has no options {', '.join(map(repr, unknown))}")
-            raise ValueError(f"{cls.__name__} has no option {unknown[0]!r}{nearest(unknown[0], cls._options)}")
+                raise ValueError(f"{cls.__name__} has no options {', '.join(map(repr, unknown))}{cls.way_out}")
+            hint = nearest(unknown[0], cls._options) or cls.way_out
+            raise ValueError(f"{cls.__name__} has no option {unknown[0]!r}{hint}")
         given = set(values)
         for name, item in cls._nested.items():
             mine = {key: values[key] for key in values if cls._options[key].owner == name}

@@ -44,7 +44,7 @@ CLASSES += [KernelsBench, GenerateBench, TrainBench]
         (lambda: GRPOConfig(temperature=float("inf")), "temperature must be above 0, got inf"),
         (lambda: SamplingParams(tempratur=1), "SamplingParams has no option 'tempratur'; did you mean temperature?"),
         (lambda: GRPOConfig(max_num_seq=1), "GRPOConfig has no option 'max_num_seq'; did you mean max_num_seqs?"),
-        (lambda: GRPOConfig(n=4), "GRPOConfig has no option 'n'"),
+        (lambda: GRPOConfig(n=4), "GRPOConfig has no option 'n'; docs/MIGRATION.md says"),
         (lambda: KernelsBench(tokens=1.5), "tokens must be a whole number, got 1.5"),
     ],
 )

@@ -109,7 +109,10 @@ def prompt_of(row: dict) -> str | list[dict]:
             if not isinstance(row[column], str):
                 raise ValueError(f"column {column!r} must be text, got {row[column]!r:.60}")
             return [{"role": "user", "content": row[column]}]
-    raise ValueError(f"no 'prompt' column (columns found: {column_names(row)})")
+    first = next(iter(row), "NAME")
+    raise ValueError(
+        f"no 'prompt' column (columns found: {column_names(row)}); name the one that holds it: columns prompt={first},…"
+    )
 
 
 def prompt_rows(rows: Sequence[dict]) -> list[dict]:

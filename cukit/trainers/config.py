@@ -42,6 +42,7 @@ class TrainerConfig(Options):
 
     group = "training"
     exclusive = EXCLUSIVE
+    way_out = "; docs/MIGRATION.md says what becomes of each option of TRL"
     default_metric: ClassVar[str] = "eval/loss"  # of metric_for_best_model
 
     output_dir: str | None = option(None, "run folder; default: a fresh one below runs/", group="files")

@@ -237,7 +237,7 @@ def test_a_share_of_warmup_steps_is_a_ratio():
 
 
 def test_a_constructor_names_all_options_that_it_lacks():
-    with pytest.raises(ValueError, match="GRPOConfig has no options 'use_vllm', 'vllm_mode'"):
+    with pytest.raises(ValueError, match="GRPOConfig has no options 'use_vllm', 'vllm_mode'; docs/MIGRATION"):
         GRPOConfig(use_vllm=True, beta=0.1, vllm_mode="colocate")
 
 
