@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from numbers import Real
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any
 
 import numpy as np
@@ -166,7 +166,10 @@ def defined_at(function: Callable) -> str:
 
 
 def _where_it_failed(function: Callable, error: BaseException, completions: Sequence) -> str:
-    """The deepest frame of the error in the reward's own file, and the completion it had."""
+    """The deepest frame of the error in the reward's own file, and the completion at work where a frame still has it.
+
+    From Python 3.12 on a comprehension leaves nothing behind: there no completion is named.
+    """
     code = _code_of(function)
     frames = list(traceback.walk_tb(error.__traceback__))[1:]  # without the call itself
     if code is None or not frames:
@@ -174,10 +177,21 @@ def _where_it_failed(function: Callable, error: BaseException, completions: Sequ
     own = [(frame, line) for frame, line in frames if frame.f_code.co_filename == code.co_filename]
     frame, line = (own or frames)[-1]
     places = {id(completion): index for index, completion in enumerate(completions)}
-    at_work = (id(value) for frame, _ in reversed(own) for value in list(frame.f_locals.values()))
+    at_work = [id(value) for frame, _ in reversed(own) for value in list(frame.f_locals.values())]
+    at_work += _arguments_of_callee(frames, frame)
     index = next((places[value] for value in at_work if value in places), None)
     row = "" if index is None else f", with completion {index}: {_shown(completions[index])}"
     return f" ({frame.f_code.co_filename}, line {line}{row})"
+
+
+def _arguments_of_callee(frames: list[tuple[FrameType, int]], caller: FrameType) -> list[int]:
+    """The ids of what the frame below `caller` was called with; none where there is no such frame."""
+    places = [place for place, (frame, _) in enumerate(frames[:-1]) if frame is caller]
+    if not places:
+        return []
+    callee = frames[places[-1] + 1][0]
+    names = callee.f_code.co_varnames[: callee.f_code.co_argcount]
+    return [id(callee.f_locals[name]) for name in names if name in callee.f_locals]
 
 
 def _shown(completion: object) -> str:

@@ -206,6 +206,7 @@ def test_no_loop_over_tokens(make_grpo):
 
         return opcodes_in(run, "cukit/trainers/", "cukit/models/logprobs.py", "cukit/datasets/", "cukit/rewards/")
 
+    step(8)  # Python 3.13 counts a function's instructions from its second call on
     assert 1000 < step(8) == step(80)
 
 

@@ -240,7 +240,10 @@ async def _later(completions, **kwargs):
 
 def test_an_async_reward_that_fails_is_named():
     async def broken(completions, **kwargs):
-        return [1 / len(text) for text in completions]
+        found = []
+        for text in completions:
+            found.append(1 / len(text))
+        return found
 
     with pytest.raises(ValueError, match=r"reward 'broken' raised ZeroDivisionError: .*, with completion 1: ''\)"):
         RewardScorer([_later, broken])(rows(2), samples(["a", ""]))
