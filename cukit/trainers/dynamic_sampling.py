@@ -19,8 +19,8 @@ class Replacements:
     """Rewards groups as they end, and asks for a new prompt for each that has no spread.
 
     wanted: groups with a spread that the batch needs. most: prompts that may be drawn in all. score(places, samples) ->
-    (rewards (rows,), by function (rows, functions)) of the completions of some groups; take() -> place of one more
-    prompt, or None where there is none.
+    (rewards (rows,), by function (rows, functions)) of the completions of some groups; take() -> (ids, seed) of one
+    more prompt, or None where there is none.
     """
 
     def __init__(self, wanted: int, most: int, score: Callable, take: Callable):

@@ -59,7 +59,7 @@ class Generation:
     def _draw(self, number: int) -> tuple:
         """(data row of each group, samples, rewards, rewards by function, groups to train on or None, metrics)."""
         trainer, args = self.trainer, self.trainer.args
-        data_rows = trainer.sampler.take(args.generation_size // args.num_generations)
+        data_rows = trainer.sampler.take(args.prompts_a_generation)
 
         def score(places, samples):
             rows = [trainer.train_rows[data_rows[places[group]]][0] for group in samples.groups]

@@ -172,15 +172,12 @@ class GRPOTrainer(Trainer):
     def _updates_a_generation(self) -> int:
         return self._slices * self.args.num_iterations
 
-    @property
-    def _prompts_a_generation(self) -> int:
-        return self.args.generation_size // self.args.num_generations
-
     def count_steps(self) -> int:
         args = self.args
         if args.max_steps > 0:
             return args.max_steps
-        generations = args.num_train_epochs * batches_an_epoch(len(self.train_rows), self._prompts_a_generation)
+        batches = batches_an_epoch(len(self.train_rows), args.prompts_a_generation)
+        generations = args.num_train_epochs * batches
         return max(1, math.ceil(generations)) * self._updates_a_generation
 
     def make_batch(self, step: int) -> tuple[list[Rows], dict]:

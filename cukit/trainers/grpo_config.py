@@ -186,6 +186,11 @@ class GRPOConfig(TrainerConfig):
         return self.per_device_train_batch_size * (self.steps_per_generation or self.gradient_accumulation_steps)
 
     @property
+    def prompts_a_generation(self) -> int:
+        """Prompts of a generation batch."""
+        return self.generation_size // self.num_generations
+
+    @property
     def num_slices(self) -> int:
         """Optimizer batches in a generation batch."""
         return self.generation_size // self.per_device_train_batch_size // self.gradient_accumulation_steps
