@@ -5,43 +5,26 @@ GRPO: Shao et al. 2024 ("DeepSeekMath"); DAPO: Yu et al. 2025; Dr. GRPO: Liu et 
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
 
 from ..autograd import Tensor, no_grad
-from ..datasets.demonstrations import encode_prompts, fit_prompts
-from ..datasets.sampler import EpochSampler, batches_an_epoch
-from ..datasets.sources import prompt_rows
-from ..engine.memory import Plan
-from ..engine.shapes import ModelUse
+from ..datasets.sampler import EpochSampler
 from ..models.decoder import Decoder
 from ..models.logprobs import packed_logprobs
-from ..ops.policy_loss import MAX_LOG_RATIO, STATS
-from ..options import flat_values
-from ..tokenizer import Tokenizer
+from ..ops.policy_loss import STATS
 from .batch import PackedBatch, Rows
-from .callbacks import TrainerCallback
 from .curriculum import CurriculumSampler
 from .entropy import EntropyBonus, high_entropy
-from .environment import EnvironmentMaker, make_maker
-from .episodes import Episodes
-from .evaluation import evaluate
-from .generation import Generation
+from .group_generation import GroupGeneration
 from .grpo_config import GRPOConfig
 from .loss import OWN, built_in_loss, load_loss
-from .rewarding import RewardScorer, trainer_state
-from .rollout import Rollout
-from .trainer import DataSource, ModelSource, Trainer
-
-Reward = str | Callable[..., Any]
+from .policy_trainer import PolicyTrainer
 
 
-class GRPOTrainer(Trainer):
+class GRPOTrainer(PolicyTrainer):
     """GRPOTrainer(model="folder", reward_funcs=[f], args=GRPOConfig(…), train_dataset=rows).train()
 
     Also .evaluate() and .save_model(folder). A reward is a callable, "exact", "boxed", "gsm8k" or
@@ -62,91 +45,18 @@ class GRPOTrainer(Trainer):
 
     label = "grpo"
     args: GRPOConfig
+    config_class = GRPOConfig
 
-    def __init__(
-        self,
-        model: ModelSource,
-        reward_funcs: Reward | Sequence[Reward] | None = None,
-        args: GRPOConfig | None = None,
-        train_dataset: DataSource | None = None,
-        eval_dataset: DataSource | None = None,
-        processing_class: Tokenizer | None = None,
-        callbacks: Iterable[TrainerCallback] = (),
-        device: str = "auto",
-        dtype: str = "auto",
-        eval_reward_funcs: Reward | Sequence[Reward] | None = None,
-        tools: Sequence[Callable] | None = None,
-        environment_factory: Callable[[], Any] | None = None,
-    ):
-        self.args = args = args or GRPOConfig()
-        self._tools, self._environment_factory = tools, environment_factory
-        reward_funcs = reward_funcs if reward_funcs is not None else args.reward_funcs
-        if train_dataset is None:
-            raise ValueError("GRPOTrainer needs train_dataset: rows with a prompt, a file, or a name of the hub")
-        self.scorer = self.eval_scorer = self._make_scorer(reward_funcs, args.reward_weights)
-        eval_reward_funcs = eval_reward_funcs if eval_reward_funcs is not None else args.eval_reward_funcs
-        if eval_reward_funcs is not None:
-            self.eval_scorer = self._make_scorer(eval_reward_funcs)
-        self.loss_function = load_loss(args.loss) if args.loss else built_in_loss
-        self.entropy_bonus, self._entropy_weight = EntropyBonus(args.loss_options), 0.0
-        super().__init__(model, args, train_dataset, eval_dataset, processing_class, callbacks, device, dtype)
-        engine = flat_values(args.engine) | {
-            "num_kv_blocks": self.plan.num_kv_blocks,
-            "max_model_len": self.plan.max_model_len,
-        }
-        self.rollout = Rollout(self.model, self.tokenizer, self.plan.sleeps_cache, **engine)
-        if self.environments is not None:
-            self.rollout.episodes = self._make_episodes(self.environments)
-        self.reference = self.model.frozen_copy() if args.beta else None
-        self._batch: PackedBatch | None = None
-        self.generation = Generation(self)
+    def make_generation(self) -> GroupGeneration:
+        self.loss_function = load_loss(self.args.loss) if self.args.loss else built_in_loss
+        self.entropy_bonus, self._entropy_weight = EntropyBonus(self.args.loss_options), 0.0
+        return GroupGeneration(self)
 
-    # ---- environments ----
+    # ---- steps ----
 
-    _tools: Sequence[Callable] | None = None
-    _environment_factory: Callable | None = None
-
-    @cached_property
-    def environments(self) -> EnvironmentMaker | None:
-        """What makes the environment of each completion; None without one."""
-        args, factory, tools = self.args, self._environment_factory, self._tools
-        return make_maker(args.environment if factory is None else factory, args.tools if tools is None else tools)
-
-    def _make_scorer(self, reward_funcs: Any, weights: list[float] | None = None) -> RewardScorer:
-        if self.environments is not None:
-            reward_funcs, weights = self.environments.with_own_reward(reward_funcs, weights)
-        state, in_process = partial(trainer_state, self), self.environments is not None
-        return RewardScorer(reward_funcs, weights, self.args.reward_limits, state, in_process)
-
-    def _make_episodes(self, maker: EnvironmentMaker) -> Episodes:
-        args = self.args
-        episodes = Episodes(self.rollout.llm, maker, args.chat_template_kwargs, args.max_tool_calling_iterations)
-        episodes.around = self.interruptible
-        return episodes
-
-    # ---- rows and steps ----
-
-    def prepare_rows(self, rows: list[dict], name: str) -> list[tuple[dict, list[int]]]:
-        """[(row, prompt ids)]. A prompt beyond max_prompt_length, or that leaves no room for a completion, is refused,
-        skipped or cut, as overlong_prompts says.
-        """
-        limit = min(
-            self.args.max_model_len or self.model.config.max_position_embeddings,
-            self.model.config.max_position_embeddings,
-        )
-        rows, model_rows = prompt_rows(rows), self.model.config.vocab_size
-        try:
-            shown = rows if self.environments is None else self.environments.with_tools(rows)
-            prompts = encode_prompts(shown, self.tokenizer, self.args.chat_template_kwargs, model_rows)
-        except ValueError as error:
-            raise ValueError(f"{name}: {error}") from None
-        try:
-            rows, prompts, said = fit_prompts(rows, prompts, self.args.prompts, limit)
-        except ValueError as error:
-            raise ValueError(f"{name} {error}") from None
-        if said:
-            self.say(f"{name}: {said}")
-        return list(zip(rows, prompts, strict=True))
+    @property
+    def needs_reference(self) -> bool:
+        return self.args.beta != 0
 
     def make_sampler(self, num_rows: int) -> EpochSampler:
         args = self.args
@@ -155,45 +65,15 @@ class GRPOTrainer(Trainer):
         given = (args.seed, args.shuffle_dataset, args.curriculum, args.curriculum_patience)
         return CurriculumSampler(num_rows, *given)
 
-    def plan_memory(self, *more: ModelUse, **sizes: Any) -> Plan:
-        args, use = self.args, self.model
-        reference = [ModelUse("reference", use.config, use.dtype)] if args.beta else []
-        longest = max(len(ids) for _, ids in self.train_rows) + args.max_completion_length
-        tokens = args.generation_size * longest
-        sizes = {"packed_tokens": tokens, "longest_sequence": longest, "step_tokens": tokens // self._slices} | sizes
-        return super().plan_memory(*reference, *more, engine=args.engine, **sizes)
-
-    @property
-    def _slices(self) -> int:
-        """Optimizer batches in a generation batch."""
-        return self.args.num_slices
-
-    @property
-    def _updates_a_generation(self) -> int:
-        return self._slices * self.args.num_iterations
-
-    def count_steps(self) -> int:
-        args = self.args
-        if args.max_steps > 0:
-            return args.max_steps
-        batches = batches_an_epoch(len(self.train_rows), args.prompts_a_generation)
-        generations = args.num_train_epochs * batches
-        return max(1, math.ceil(generations)) * self._updates_a_generation
-
     def make_batch(self, step: int) -> tuple[list[Rows], dict]:
-        metrics: dict = {}
-        place = step % self._updates_a_generation
-        if place == 0:
-            self._batch, metrics = self.generation.batch(step // self._updates_a_generation)
-        assert self._batch is not None
-        micro_batches = self._batch.micro_batches(place % self._slices, self.args.max_tokens_per_batch)
-        self._on_policy = place == 0
-        num_chosen = sum(rows.num_learnt for rows in micro_batches)
+        micro_batches, metrics = super().make_batch(step)
+        num_chosen = metrics["step_tokens"]
         if self.args.top_entropy_quantile < 1:
+            assert self._batch is not None
             with self.timer("entropy"):
                 num_chosen = self._choose_tokens(self._batch, micro_batches)
         self._entropy_weight = self.entropy_bonus.applied / max(num_chosen, 1)
-        return micro_batches, metrics | {"step_tokens": sum(rows.num_learnt for rows in micro_batches)}
+        return micro_batches, metrics
 
     def _choose_tokens(self, batch: PackedBatch, micro_batches: list[Rows]) -> int:
         """Mark the tokens of an optimizer batch that learn, those of high entropy under the policy as it is now."""
@@ -220,16 +100,7 @@ class GRPOTrainer(Trainer):
             if self.args.loss_options.has_entropy_bonus:
                 extra |= {"policy_loss": loss.data} | self._chosen_entropy(entropy.data, rows)
                 loss = self._with_entropy(loss, entropy, rows)
-        if self._on_policy:
-            log_ratio = logprobs.data - (rows.logprobs if rows.sampled is None else rows.sampled)
-            extra |= {
-                "difference": abs(log_ratio).sum(),
-                "ratio": np.exp(np.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO)).sum(),
-                "max/difference": abs(log_ratio).max(),
-                "max/log_ratio": log_ratio.max(),
-                "max/-log_ratio": (-log_ratio).max(),
-            }
-        return loss, extra
+        return loss, extra | self.sampling_sums(logprobs.data, rows)
 
     def policy_loss(self, logprobs: Tensor, rows: Rows) -> tuple[Tensor, dict[str, np.ndarray]]:
         """The loss of some rows of an optimizer batch, a scalar Tensor, and {name: array} for step_metrics.
@@ -262,16 +133,7 @@ class GRPOTrainer(Trainer):
             self.entropy_bonus.update(float(sums["chosen_entropy"]) / max(float(sums["chosen"]), 1.0))
         if "stats" in sums:
             metrics |= self._loss_metrics(dict(zip(STATS, sums["stats"].tolist(), strict=True)), tokens)
-        if "difference" in sums:
-            low, high = np.exp(np.clip([-sums["max/-log_ratio"], sums["max/log_ratio"]], -MAX_LOG_RATIO, MAX_LOG_RATIO))
-            metrics |= {
-                "sampling/sampling_logp_difference/mean": float(sums["difference"] / tokens),
-                "sampling/sampling_logp_difference/max": float(sums["max/difference"]),
-                "sampling/importance_sampling_ratio/mean": float(sums["ratio"] / tokens),
-                "sampling/importance_sampling_ratio/min": float(low),
-                "sampling/importance_sampling_ratio/max": float(high),
-            }
-        return metrics
+        return metrics | self.sampling_metrics(sums, tokens)
 
     def _loss_metrics(self, stats: dict, tokens: float) -> dict:
         """The kl, the shares of clipped tokens (or sequences), and how many tokens had a log-ratio beyond the bound."""
@@ -291,37 +153,22 @@ class GRPOTrainer(Trainer):
             "clip_ratio/region_mean": low + high,
         }
 
-    def weights_changed(self) -> None:
-        self.rollout.weights_changed()
-
     def after_update(self) -> None:
         due = self.args.sync_ref_model and (self.global_step + 1) % self.args.ref_model_sync_steps == 0
         if due and self.reference is not None:
             self.reference.store.mix_from(self.model.store, self.args.ref_model_mixup_alpha)
 
-    # ---- evaluation, checkpoints ----
-
-    def run_evaluation(self) -> dict:
-        return evaluate(self)
+    # ---- checkpoints ----
 
     def method_state(self) -> tuple[dict, dict]:
-        arrays: dict = {}
-        if self.global_step % self._updates_a_generation:
-            assert self._batch is not None
-            arrays |= {f"batch.{name}": value for name, value in self._batch.to_arrays().items()}
+        arrays, values = super().method_state()
         if self.reference is not None and self.args.sync_ref_model:
             arrays |= {f"reference.{name}": value for name, value in self.reference.parts().items()}
-        return arrays, {"updates_a_generation": self._updates_a_generation} | self.entropy_bonus.state()
+        return arrays, values | self.entropy_bonus.state()
 
     def load_method_state(self, arrays: dict, values: dict) -> None:
-        if values["updates_a_generation"] != self._updates_a_generation:
-            raise ValueError(
-                f"the checkpoint made {values['updates_a_generation']} updates a generation batch, this run makes "
-                f"{self._updates_a_generation}; resume with the same num_iterations and steps_per_generation"
-            )
+        super().load_method_state(arrays, values)
         self.entropy_bonus.load(values)
-        batch = {name.removeprefix("batch."): value for name, value in arrays.items() if name.startswith("batch.")}
-        self._batch = PackedBatch.from_arrays(batch).to(self.model.backend) if batch else None
         if self.reference is not None and self.args.sync_ref_model:
             parts = {name.removeprefix("reference."): x for name, x in arrays.items() if name.startswith("reference.")}
             _load_parts(self.reference, parts)

@@ -12,7 +12,6 @@ import numpy as np
 
 from ..engine.config import SamplingParams
 from ..engine.llm import LLM
-from .advantage import token_weights
 from .batch import FINISH_REASONS, PackedBatch
 from .environment import Made
 from .episodes import Episode, Episodes
@@ -182,41 +181,37 @@ def _samples_of(llm, groups: list[list[Episode]]) -> Samples:
     )
 
 
-def pack_samples(samples: Samples, rewards, advantages, args, num_slices: int, generation: int, dtype) -> PackedBatch:
-    """The generation batch as training takes it, in num_slices optimizer batches; args: GRPOConfig.
-
-    Rows are shuffled if several updates share the batch, so that each sees samples of all prompts. Within an update
-    rows with a gradient come first, then those without. Rows that failed, and cut ones if mask_truncated_completions
-    says so, are no part of it: nothing computes with them, and the loss counts them as empty rows.
+def shuffled_slices(count: int, num_slices: int, seed: int, generation: int) -> list[np.ndarray]:
+    """The rows 0 … count - 1 of each optimizer batch: shuffled if there are several, so that each sees samples of all
+    prompts.
     """
-    dtype = np.float64 if dtype == np.float64 else np.float32
-    counted = ~samples.failed & ~(samples.truncated & args.mask_truncated_completions)
-    has_gradient = (advantages.astype(dtype) != 0) | args.loss_options.all_rows_learn
-    order = np.arange(len(samples))
+    order = np.arange(count)
     if num_slices > 1:
-        order = np.random.default_rng([args.seed, generation]).permutation(len(order))
-    lengths, weights, chosen, borders = samples.lengths, np.zeros(len(samples)), [], [0]
-    for part in np.split(order, np.arange(1, num_slices) * len(order) // num_slices):
-        if len(part):
-            learnt = np.where(counted, lengths, 0)[part]
-            weights[part] = token_weights(args.loss_type, learnt, args.loss_scale_factor or args.max_completion_length)
-        part = part[counted[part]]
-        chosen += [part[has_gradient[part]], part[~has_gradient[part]]]
-        borders.append(borders[-1] + len(part))
-    chosen = np.concatenate(chosen)
-    kept, learnt = samples.rows(chosen), lengths[chosen]
+        order = np.random.default_rng([seed, generation]).permutation(count)
+    return np.split(order, np.arange(1, num_slices) * count // num_slices)
+
+
+def pack_samples(
+    samples: Samples, slices: list[np.ndarray], rewards, has_gradient: np.ndarray, dtype, columns: dict[str, np.ndarray]
+) -> PackedBatch:
+    """The generation batch as training takes it: the rows of each optimizer batch, those with a gradient first.
+
+    rewards, has_gradient and the columns (rows,): one number a row; the columns' stand at each of its tokens.
+    """
+    parts = [part[flags] for part in slices for flags in (has_gradient[part], ~has_gradient[part])]
+    chosen, borders = np.concatenate(parts), np.cumsum([0, *map(len, slices)])
+    kept, learnt = samples.rows(chosen), samples.lengths[chosen]
     return PackedBatch.build(
         kept.token_ids,
         kept.drawn,
         borders,
-        weights=np.repeat(weights[chosen], learnt).astype(dtype),
         logprobs=np.concatenate([*kept.logprobs, np.zeros(0, dtype)]).astype(dtype),
-        advantages=np.repeat(advantages[chosen], learnt).astype(dtype),
         has_gradient=has_gradient[chosen],
         prompt_lengths=kept.prompt_lengths,
         rewards=rewards[chosen],
         finish_reasons=np.array([FINISH_REASONS.index(reason) for reason in kept.finish_reasons], np.int8),
         groups=kept.groups,
+        **{name: np.repeat(values[chosen], learnt).astype(dtype) for name, values in columns.items()},
     )
 
 

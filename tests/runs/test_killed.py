@@ -151,7 +151,7 @@ MOMENTS = {
     "a checkpoint's weights are written": ("cukit.runs.checkpoint.save_file", 3),
     "a checkpoint is written and not yet renamed": ("cukit.runs.checkpoint._flush_to_disk", 2),
     "an evaluation has its answers": ("cukit.trainers.evaluation.evaluation_metrics", 3),
-    "a generation batch is packed": ("cukit.trainers.generation.pack_samples", 9),
+    "a generation batch is packed": ("cukit.trainers.group_generation.pack_samples", 9),
     "the log is written": ("cukit.runs.metrics.plain_value", 400),
 }
 

@@ -13,7 +13,8 @@ from cukit.backend import backend_for
 from cukit.datasets.demonstrations import encode_sft
 from cukit.models.logprobs import packed_logprobs, target_logprobs
 from cukit.trainers.batch import SAVED, PackedBatch, Rows
-from cukit.trainers.rollout import Samples, pack_samples
+from cukit.trainers.group_generation import pack_groups
+from cukit.trainers.rollout import Samples
 
 from .conftest import weights_of
 
@@ -213,9 +214,9 @@ def test_no_loop_over_tokens(make_grpo):
 def test_a_million_tokens_take_no_time():
     """10⁶ tokens from the engine's arrays to the views of the loss: 0.1 s where a loop takes seconds."""
     samples = drawn(1000, rows=1000)
-    args = GRPOConfig(max_completion_length=2000, seed=0)
+    args = GRPOConfig(max_completion_length=2000, per_device_train_batch_size=250, steps_per_generation=4, seed=0)
     start = time.perf_counter()
-    batch = pack_samples(samples, np.zeros(1000), np.ones(1000), args, 4, 0, np.float32).to(backend_for("cpu"))
+    batch = pack_groups(samples, np.zeros(1000), np.ones(1000), args, 0, np.float32).to(backend_for("cpu"))
     for index in range(4):
         for rows in batch.micro_batches(index, 16384):
             assert rows.tokens.targets.shape == rows.advantages.shape == rows.logprobs.shape

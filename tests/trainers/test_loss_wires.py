@@ -118,7 +118,7 @@ def test_the_correction_of_an_exact_engine_is_one(make_grpo, mode):
     trainer = make_grpo(vllm_importance_sampling_correction=True, vllm_importance_sampling_mode=mode)
     rows, _ = trainer.make_batch(0)
     batch = rows[0].batch
-    batch.logprobs = trainer.generation._logprobs_by(trainer.model, batch)  # as if the engine had drawn with them
+    batch.logprobs = trainer.generation.logprobs_by(trainer.model, batch)  # as if the engine had drawn with them
     trainer.generation._correct(batch)
     assert (batch.corrections == 1).all() and batch.logprobs.tobytes() == batch.sampled.tobytes()
     corrected = [trainer.compute_loss(part)[0].data.tobytes() for part in rows]

@@ -1,0 +1,224 @@
+"""What trainers share that learn from their own completions: prompts, rollouts, rewards, environments, evaluation."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property, partial
+from typing import Any
+
+import numpy as np
+
+from ..datasets.demonstrations import encode_prompts, fit_prompts
+from ..datasets.sampler import batches_an_epoch
+from ..datasets.sources import prompt_rows
+from ..engine.memory import Plan
+from ..engine.shapes import ModelUse
+from ..ops.policy_loss import MAX_LOG_RATIO
+from ..options import flat_values
+from ..tokenizer import Tokenizer
+from .batch import PackedBatch, Rows
+from .callbacks import TrainerCallback
+from .environment import EnvironmentMaker, make_maker
+from .episodes import Episodes
+from .evaluation import evaluate
+from .generation import Generation
+from .policy_config import PolicyConfig
+from .rewarding import RewardScorer, trainer_state
+from .rollout import Rollout
+from .trainer import DataSource, ModelSource, Trainer
+
+Reward = str | Callable[..., Any]
+
+
+class PolicyTrainer(Trainer):
+    """See GRPOTrainer and PPOTrainer, which say what a generation batch is and what its loss is."""
+
+    args: PolicyConfig
+    config_class: type[PolicyConfig]
+    # the options that a checkpoint in the middle of a generation batch depends on
+    batch_options = "num_iterations and steps_per_generation"
+
+    def __init__(
+        self,
+        model: ModelSource,
+        reward_funcs: Reward | Sequence[Reward] | None = None,
+        args: PolicyConfig | None = None,
+        train_dataset: DataSource | None = None,
+        eval_dataset: DataSource | None = None,
+        processing_class: Tokenizer | None = None,
+        callbacks: Iterable[TrainerCallback] = (),
+        device: str = "auto",
+        dtype: str = "auto",
+        eval_reward_funcs: Reward | Sequence[Reward] | None = None,
+        tools: Sequence[Callable] | None = None,
+        environment_factory: Callable[[], Any] | None = None,
+    ):
+        self.args = args = self.config_class() if args is None else args
+        if not isinstance(args, self.config_class):
+            raise ValueError(
+                f"{type(self).__name__} takes args={self.config_class.__name__}(…), got {type(args).__name__}"
+            )
+        self._tools, self._environment_factory = tools, environment_factory
+        reward_funcs = reward_funcs if reward_funcs is not None else args.reward_funcs
+        if train_dataset is None:
+            raise ValueError(
+                f"{type(self).__name__} needs train_dataset: rows with a prompt, a file, or a name of the hub"
+            )
+        self.scorer = self.eval_scorer = self._make_scorer(reward_funcs, args.reward_weights)
+        eval_reward_funcs = eval_reward_funcs if eval_reward_funcs is not None else args.eval_reward_funcs
+        if eval_reward_funcs is not None:
+            self.eval_scorer = self._make_scorer(eval_reward_funcs)
+        self.generation = self.make_generation()
+        super().__init__(model, args, train_dataset, eval_dataset, processing_class, callbacks, device, dtype)
+        engine = flat_values(args.engine) | {
+            "num_kv_blocks": self.plan.num_kv_blocks,
+            "max_model_len": self.plan.max_model_len,
+        }
+        self.rollout = Rollout(self.model, self.tokenizer, self.plan.sleeps_cache, **engine)
+        if self.environments is not None:
+            self.rollout.episodes = self._make_episodes(self.environments)
+        self.reference = self.model.frozen_copy() if self.needs_reference else None
+        self._batch: PackedBatch | None = None
+
+    @abstractmethod
+    def make_generation(self) -> Generation:
+        """What draws this method's generation batches; called before anything is loaded."""
+
+    # ---- environments ----
+
+    _tools: Sequence[Callable] | None = None
+    _environment_factory: Callable | None = None
+
+    @cached_property
+    def environments(self) -> EnvironmentMaker | None:
+        """What makes the environment of each completion; None without one."""
+        args, factory, tools = self.args, self._environment_factory, self._tools
+        return make_maker(args.environment if factory is None else factory, args.tools if tools is None else tools)
+
+    def _make_scorer(self, reward_funcs: Any, weights: list[float] | None = None) -> RewardScorer:
+        if self.environments is not None:
+            reward_funcs, weights = self.environments.with_own_reward(reward_funcs, weights)
+        state, in_process = partial(trainer_state, self), self.environments is not None
+        return RewardScorer(reward_funcs, weights, self.args.reward_limits, state, in_process)
+
+    def _make_episodes(self, maker: EnvironmentMaker) -> Episodes:
+        args = self.args
+        episodes = Episodes(self.rollout.llm, maker, args.chat_template_kwargs, args.max_tool_calling_iterations)
+        episodes.around = self.interruptible
+        return episodes
+
+    # ---- rows and steps ----
+
+    def prepare_rows(self, rows: list[dict], name: str) -> list[tuple[dict, list[int]]]:
+        """[(row, prompt ids)]. A prompt beyond max_prompt_length, or that leaves no room for a completion, is refused,
+        skipped or cut, as overlong_prompts says.
+        """
+        limit = min(
+            self.args.max_model_len or self.model.config.max_position_embeddings,
+            self.model.config.max_position_embeddings,
+        )
+        rows, model_rows = prompt_rows(rows), self.model.config.vocab_size
+        try:
+            shown = rows if self.environments is None else self.environments.with_tools(rows)
+            prompts = encode_prompts(shown, self.tokenizer, self.args.chat_template_kwargs, model_rows)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
+        try:
+            rows, prompts, said = fit_prompts(rows, prompts, self.args.prompts, limit)
+        except ValueError as error:
+            raise ValueError(f"{name} {error}") from None
+        if said:
+            self.say(f"{name}: {said}")
+        return list(zip(rows, prompts, strict=True))
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the method compares the policy with the model as it was."""
+        return False
+
+    def plan_memory(self, *more: ModelUse, **sizes: Any) -> Plan:
+        args, use = self.args, self.model
+        reference = [ModelUse("reference", use.config, use.dtype)] if self.needs_reference else []
+        longest = max(len(ids) for _, ids in self.train_rows) + args.max_completion_length
+        tokens = args.generation_size * longest
+        sizes = {"packed_tokens": tokens, "longest_sequence": longest, "step_tokens": tokens // args.num_slices} | sizes
+        return super().plan_memory(*reference, *more, engine=args.engine, **sizes)
+
+    @property
+    def updates_a_generation(self) -> int:
+        return self.args.num_slices * self.args.num_iterations
+
+    def count_steps(self) -> int:
+        args = self.args
+        if args.max_steps > 0:
+            return args.max_steps
+        batches = batches_an_epoch(len(self.train_rows), args.prompts_a_generation)
+        generations = args.num_train_epochs * batches
+        return max(1, math.ceil(generations)) * self.updates_a_generation
+
+    def make_batch(self, step: int) -> tuple[list[Rows], dict]:
+        metrics: dict = {}
+        place = step % self.updates_a_generation
+        if place == 0:
+            self._batch, metrics = self.generation.batch(step // self.updates_a_generation)
+        assert self._batch is not None
+        micro_batches = self._batch.micro_batches(place % self.args.num_slices, self.args.max_tokens_per_batch)
+        self._on_policy = place == 0
+        return micro_batches, metrics | {"step_tokens": sum(rows.num_learnt for rows in micro_batches)}
+
+    # ---- the sampler and the trainer ----
+
+    def sampling_sums(self, logprobs: Any, rows: Rows) -> dict[str, Any]:
+        """How far the trainer's log-probabilities (N,) are from the sampler's, before the first update of a generation
+        batch; {} after it. For sampling_metrics.
+        """
+        if not self._on_policy:
+            return {}
+        log_ratio = logprobs - (rows.logprobs if rows.sampled is None else rows.sampled)
+        return {
+            "difference": abs(log_ratio).sum(),
+            "ratio": np.exp(np.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO)).sum(),
+            "max/difference": abs(log_ratio).max(),
+            "max/log_ratio": log_ratio.max(),
+            "max/-log_ratio": (-log_ratio).max(),
+        }
+
+    @staticmethod
+    def sampling_metrics(sums: dict, tokens: float) -> dict:
+        """TRL's sampling/… of a step from the added-up sampling_sums."""
+        if "difference" not in sums:
+            return {}
+        low, high = np.exp(np.clip([-sums["max/-log_ratio"], sums["max/log_ratio"]], -MAX_LOG_RATIO, MAX_LOG_RATIO))
+        return {
+            "sampling/sampling_logp_difference/mean": float(sums["difference"] / tokens),
+            "sampling/sampling_logp_difference/max": float(sums["max/difference"]),
+            "sampling/importance_sampling_ratio/mean": float(sums["ratio"] / tokens),
+            "sampling/importance_sampling_ratio/min": float(low),
+            "sampling/importance_sampling_ratio/max": float(high),
+        }
+
+    def weights_changed(self) -> None:
+        self.rollout.weights_changed()
+
+    # ---- evaluation, checkpoints ----
+
+    def run_evaluation(self) -> dict:
+        return evaluate(self)
+
+    def method_state(self) -> tuple[dict, dict]:
+        arrays: dict = {}
+        if self.global_step % self.updates_a_generation:
+            assert self._batch is not None
+            arrays |= {f"batch.{name}": value for name, value in self._batch.to_arrays().items()}
+        return arrays, {"updates_a_generation": self.updates_a_generation}
+
+    def load_method_state(self, arrays: dict, values: dict) -> None:
+        if values["updates_a_generation"] != self.updates_a_generation:
+            raise ValueError(
+                f"the checkpoint made {values['updates_a_generation']} updates a generation batch, this run makes "
+                f"{self.updates_a_generation}; resume with the same {self.batch_options}"
+            )
+        batch = {name.removeprefix("batch."): value for name, value in arrays.items() if name.startswith("batch.")}
+        self._batch = PackedBatch.from_arrays(batch).to(self.model.backend) if batch else None
