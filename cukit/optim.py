@@ -71,6 +71,11 @@ class AdamW:
             self._states[bucket] = _State(*moments, master)
         return self._states[bucket]
 
+    @property
+    def scales_loss(self) -> bool:
+        """Whether float16 weights make it move loss_scale."""
+        return self._dynamic_scale
+
     def zero_grad(self):
         self.store.zero_grad()
 

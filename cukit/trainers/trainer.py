@@ -83,7 +83,7 @@ class Trainer(ABC):
             model = self.load_model(folder, device, dtype)
         model.gradient_checkpointing = args.gradient_checkpointing
         model.limit_vocabulary(self.tokenizer.vocab_size)
-        self.models = {POLICY: TrainedModel(POLICY, model)}
+        self.models = self.make_models(model)
         self.train_rows = self.read_rows(train_dataset, "train_dataset")
         self.eval_rows: list = []
         self.sampler = self.make_sampler(len(self.train_rows))
@@ -132,6 +132,14 @@ class Trainer(ABC):
     def load_model(self, folder: Path, device: str, dtype: str) -> Decoder:
         return load_model(folder, device, dtype)
 
+    def make_models(self, policy: Decoder) -> dict[str, TrainedModel]:
+        """The models that the run trains, by name; the policy is the one that it publishes."""
+        return {POLICY: TrainedModel(POLICY, policy)}
+
+    def learns(self, name: str) -> bool:
+        """Whether the model of this name is updated by the step that comes next."""
+        return True
+
     @abstractmethod
     def prepare_rows(self, rows: list[dict], name: str) -> list:
         """Tokenise and check the rows once, before anything runs."""
@@ -153,12 +161,10 @@ class Trainer(ABC):
         if step_tokens is not None:
             sizes["micro_batches"] = 1 if step_tokens <= most else 2
             most = min(most, step_tokens)
-        trained = [
-            ModelUse(one.name, one.model.config, one.model.dtype, trained=True, loaded=isinstance(one.model, Decoder))
-            for one in self.models.values()
-        ]
+        policy = self.models[POLICY].model
+        trained = ModelUse(POLICY, policy.config, policy.dtype, trained=True, loaded=isinstance(policy, Decoder))
         return plan_memory(
-            [*trained, *more],
+            [trained, *more],
             engine,
             self.model.backend,
             max_tokens_per_batch=most,
@@ -306,13 +312,13 @@ class Trainer(ABC):
 
     def _accumulate(self, micro_batches: list) -> tuple[float, dict, bool]:
         """Forward and backward of every micro-batch -> (loss, sums of the arrays on the host, was there a gradient)."""
-        be, has_gradient = self.model.backend, False
+        be, has_gradient, scale = self.model.backend, False, self._loss_scale
         sums: dict[str, Any] = {}
         for micro_batch in micro_batches:
             loss, extra = self.compute_loss(micro_batch)
             if loss.requires_grad:
                 has_gradient = True
-                loss.backward(loss.data * 0 + self._optimizers[POLICY].loss_scale)
+                loss.backward(loss.data * 0 + scale)
             for name, value in (extra | {"loss": loss.data}).items():
                 combine = np.maximum if name.startswith("max/") else np.add
                 sums[name] = combine(sums[name], value) if name in sums else value
@@ -330,9 +336,15 @@ class Trainer(ABC):
         warmup = args.num_warmup_steps(self.total_steps)
         factor = learning_rate_factor(args.lr_scheduler_type, self.global_step, self.total_steps, warmup)
         metrics = {"grad_norm": 0.0, "learning_rate": args.learning_rate * factor}
-        applied = skipped = False
-        for name, optimizer in optimizers.items() if has_gradient else ():
-            norm, updated = optimizer.step(args.learning_rate * factor)
+        applied, skipped, scale = False, False, self._loss_scale
+        for name, one in self.models.items() if has_gradient else ():
+            optimizer = one.optimizer
+            assert optimizer is not None
+            if not self.learns(name):
+                optimizer.zero_grad()
+                continue
+            optimizer.loss_scale = scale
+            norm, updated = optimizer.step(one.peak_rate(args) * factor)
             applied |= updated
             skipped |= not math.isfinite(norm)
             metrics["grad_norm" if name == POLICY else f"grad_norm/{name}"] = norm
@@ -345,9 +357,14 @@ class Trainer(ABC):
             self.after_update()
         run.count_update(applied, skipped)
         metrics["skipped_updates"] = optimizers[POLICY].skipped
-        if optimizers[POLICY].loss_scale != 1:
-            metrics["loss_scale"] = optimizers[POLICY].loss_scale
+        if self._loss_scale != 1:
+            metrics["loss_scale"] = self._loss_scale
         return metrics
+
+    @property
+    def _loss_scale(self) -> float:
+        """Of all models, since one backward pass serves them: the smallest that a float16 model asks for."""
+        return min((one.loss_scale for one in self._optimizers.values() if one.scales_loss), default=1.0)
 
     def _evaluates_now(self, epoch_ended: bool) -> bool:
         """Whether an evaluation is due after the step that just ended."""
