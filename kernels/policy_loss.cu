@@ -6,7 +6,7 @@
 // loss is one function that returns a Token, and its place in Kind.
 // specialise:
 // arch: sm_80 sm_89 sm_90a sm_100 sm_120
-#include "common.cuh"
+#include "kl.cuh"
 
 #define POLICY_THREADS 256
 #define TOKENS_A_BLOCK 1024
@@ -15,7 +15,6 @@
 // The places of the names in the launcher's tables.
 enum Kind { KIND_CLIP, KIND_CISPO, KIND_SAPO, KIND_VESPO };
 enum Level { LEVEL_TOKEN, LEVEL_SEQUENCE, LEVEL_SEQUENCE_TOKEN };
-enum Estimator { ESTIMATOR_K1, ESTIMATOR_K2, ESTIMATOR_K3 };
 
 #define LOWEST_LOG_WEIGHT -18.420680743952367  // log(1e-8), of VESPO's weight of a sequence
 #define LOWEST_DECAY 1e-4
@@ -34,11 +33,6 @@ struct Token {
     double loss, dlog_ratio, dnew, kl;
     bool low, high, extreme;
 };
-
-// Comparisons rather than fmin, here and below: a NaN log-probability must come through, so that the update is skipped.
-__device__ __forceinline__ double held_within(double value, double low, double high) {
-    return value < low ? low : value > high ? high : value;
-}
 
 __device__ __forceinline__ Token clipped_surrogate(double ratio, double advantage, const Settings& s) {
     const double clipped = held_within(ratio, s.low, s.high), unclipped = ratio > s.delta ? s.delta : ratio;
@@ -80,21 +74,12 @@ __device__ __forceinline__ Token policy_token(double log_ratio, double log_weigh
     token.extreme = above || below;
     token.loss *= factor, token.dlog_ratio *= factor, token.dnew *= factor;
     if (s.beta != 0.0) {
-        const double far = ref_logp - new_logp;
-        const bool too_far = s.estimator == ESTIMATOR_K3 && far > s.max_log_ratio;
-        double kl, dkl;
-        if (s.estimator == ESTIMATOR_K3) {
-            const double reference_ratio = too_far ? s.max_log_ratio : far, growth = expm1(reference_ratio);
-            kl = growth - reference_ratio, dkl = too_far ? 0.0 : -growth;
-        } else if (s.estimator == ESTIMATOR_K2) {
-            kl = far * far / 2.0, dkl = -far;
-        } else {
-            kl = -far, dkl = 1.0;
-        }
-        token.extreme |= too_far;
+        const Kl estimate = kl_estimate(ref_logp - new_logp, s.estimator, s.max_log_ratio);
+        double kl = estimate.value, dkl = estimate.dnew;
+        token.extreme |= estimate.held;
         if (s.bias_kl) {
             kl *= ratio, dkl = above || below ? 0.0 : dkl * ratio;
-            if (!too_far) token.dlog_ratio += s.beta * kl;
+            if (!estimate.held) token.dlog_ratio += s.beta * kl;
         }
         token.loss += s.beta * kl;
         token.dnew += s.beta * dkl;

@@ -72,6 +72,7 @@ GPU_LIBRARIES = {"cupy", "cupyx", "cupy_backends"}  # for backend/cuda alone
 HEADER_LEVELS = {
     "common.cuh": 0,
     "mma.cuh": 1,
+    "kl.cuh": 1,
     "logits.cuh": 1,
     "philox.cuh": 1,
     "filters.cuh": 2,
@@ -104,10 +105,12 @@ NOUNS = {
     "loss": ALL,
     "norm": ALL,
     "policy_loss": ALL,
+    "ppo_loss": ALL,
     "rope": ALL,
-    "optimizer": ALL - {"ops"},  # these four have no derivative
+    "optimizer": ALL - {"ops"},  # these five have no derivative
     "paged_attention": ALL - {"ops"},
     "random": ALL - {"ops"},
+    "returns": ALL - {"ops"},
     "sampling": ALL - {"ops"},
     "device": {"cuda", "numpy"},
     "graph": {"cuda", "numpy", "gpu tests"},
@@ -120,8 +123,8 @@ HELPERS = {
     "numpy": {"attention_core", "threads"},
     "ops": {"elementwise"},
 }
-# A function of ops/ with options of its own, in place of its forward pass's arguments.
-OTHER_ARGUMENTS = {"policy_loss"}
+# Functions of ops/ with options of their own, in place of their forward passes' arguments.
+OTHER_ARGUMENTS = {"policy_loss", "ppo_loss"}
 
 LINES = {".py": 400, ".cu": 500, ".cuh": 500}
 FUNCTION_LINES = 60

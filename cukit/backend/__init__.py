@@ -56,7 +56,9 @@ CONTRACT = {
         "update_block_tables",
     ),
     "policy_loss": ("policy_loss_forward",),
+    "ppo_loss": ("ppo_loss_forward",),
     "random": ("fill_normal",),
+    "returns": ("gae", "token_rewards", "whiten"),
     "rope": ("qk_norm_rope_backward", "qk_norm_rope_forward"),
     "sampling": ("filter_logits", "sample"),
 }

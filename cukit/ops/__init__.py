@@ -10,6 +10,7 @@ from .linear import linear
 from .loss import lm_head_logprobs, token_logprobs
 from .norm import add_rms_norm, rms_norm
 from .policy_loss import policy_loss
+from .ppo_loss import ppo_loss
 from .rope import qk_norm_rope
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "maximum",
     "minimum",
     "policy_loss",
+    "ppo_loss",
     "qk_norm_rope",
     "rms_norm",
     "silu_mul",
