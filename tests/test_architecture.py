@@ -105,6 +105,7 @@ NOUNS = {
     "norm": ALL,
     "policy_loss": ALL,
     "rope": ALL,
+    "score": ALL,
     "optimizer": ALL - {"ops"},  # these four have no derivative
     "paged_attention": ALL - {"ops"},
     "random": ALL - {"ops"},

@@ -59,6 +59,7 @@ CONTRACT = {
     "random": ("fill_normal",),
     "rope": ("qk_norm_rope_backward", "qk_norm_rope_forward"),
     "sampling": ("filter_logits", "sample"),
+    "score": ("score_backward", "score_forward"),
 }
 
 _module_of_type: dict[type, ModuleType] = {}

@@ -11,6 +11,7 @@ from .loss import lm_head_logprobs, token_logprobs
 from .norm import add_rms_norm, rms_norm
 from .policy_loss import policy_loss
 from .rope import qk_norm_rope
+from .score import score
 
 __all__ = [
     "add_rms_norm",
@@ -27,6 +28,7 @@ __all__ = [
     "policy_loss",
     "qk_norm_rope",
     "rms_norm",
+    "score",
     "silu_mul",
     "token_logprobs",
     "where",

@@ -154,7 +154,14 @@ class Trainer(ABC):
             sizes["micro_batches"] = 1 if step_tokens <= most else 2
             most = min(most, step_tokens)
         trained = [
-            ModelUse(one.name, one.model.config, one.model.dtype, trained=True, loaded=isinstance(one.model, Decoder))
+            ModelUse(
+                one.name,
+                one.model.config,
+                one.model.dtype,
+                trained=True,
+                loaded=isinstance(one.model, Decoder),
+                head=one.model.config.head == "lm_head",
+            )
             for one in self.models.values()
         ]
         return plan_memory(
