@@ -107,6 +107,7 @@ NOUNS = {
     "policy_loss": ALL,
     "ppo_loss": ALL,
     "rope": ALL,
+    "score": ALL,
     "optimizer": ALL - {"ops"},  # these five have no derivative
     "paged_attention": ALL - {"ops"},
     "random": ALL - {"ops"},

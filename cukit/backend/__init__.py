@@ -61,6 +61,7 @@ CONTRACT = {
     "returns": ("gae", "token_rewards", "whiten"),
     "rope": ("qk_norm_rope_backward", "qk_norm_rope_forward"),
     "sampling": ("filter_logits", "sample"),
+    "score": ("score_backward", "score_forward"),
 }
 
 _module_of_type: dict[type, ModuleType] = {}

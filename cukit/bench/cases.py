@@ -294,6 +294,11 @@ def loss_cases(b: Workbench) -> Iterator[Case]:
         return new, old, None, advantages, weights, None, "clip", 0.2, 0.2, None, 0.0, False
 
     yield Case("policy_loss_forward", f"{b.tokens} tokens", policy, 5 * FLOAT * b.tokens)
+    tokens, columns, weight = b.tokens, b.config.hidden_size, b.random(1, b.config.hidden_size, dtype=b.statistics)
+    whole, shape = tokens * columns * b.size, f"{tokens} x {columns}"
+    given = b.zeros(1, columns), b.random(tokens, dtype=b.statistics)
+    yield Case("score_forward", shape, lambda: (b.random(tokens, columns), weight), whole)
+    yield Case("score_backward", shape, lambda: (*given, b.random(tokens, columns), weight), 2 * whole)
 
 
 def sampling_cases(b: Workbench) -> Iterator[Case]:

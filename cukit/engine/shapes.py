@@ -57,11 +57,12 @@ class Item:
 
 def parameter_counts(config: ModelConfig, head: bool = True) -> tuple[int, int]:
     """(numbers in the model's dtype, numbers of norm weights, which are float32 or better), as the modules declare."""
-    vocabularies = 1 if config.tie_word_embeddings or not head else 2
+    vocabularies = 1 if config.tie_word_embeddings or not head or config.head == "score" else 2
     layer = Layer(config, backend_for("cpu"), "float16", 0).parameters()
     sizes = [sum(math.prod(x.shape) for x in layer if x.dtype == dtype) for dtype in (np.float16, np.float32)]
     weights, norms = (config.num_hidden_layers * size for size in sizes)
-    return weights + vocabularies * config.vocab_size * config.hidden_size, norms + config.hidden_size
+    ends = config.hidden_size * (2 if config.head == "score" else 1)  # the final norm, and a score head
+    return weights + vocabularies * config.vocab_size * config.hidden_size, norms + ends
 
 
 def weight_bytes(use: ModelUse, backend) -> int:

@@ -2,7 +2,7 @@
 
 import logging
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..options import require
@@ -10,6 +10,9 @@ from ..options import require
 logger = logging.getLogger(__name__)
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 ARCHITECTURES = {"Qwen3ForCausalLM": "qwen3", "Qwen2ForCausalLM": "qwen2", "LlamaForCausalLM": "llama"}
+# Reward models and critics: the decoder with a head of one number in place of the language model's.
+CLASSIFIERS = {name.replace("CausalLM", "SequenceClassification"): kind for name, kind in ARCHITECTURES.items()}
+HEADS = ("lm_head", "score")
 LLAMA3_ROPE_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
 # ---- every key of transformers' Qwen3, Qwen2 and Llama configurations ------------------------------------------------
@@ -19,6 +22,7 @@ USED = (
     *("num_attention_heads", "num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps"),
     *("rope_theta", "rope_scaling", "rope_parameters", "original_max_position_embeddings", "tie_word_embeddings"),
     *("dtype", "torch_dtype", "eos_token_id", "bos_token_id", "pad_token_id"),
+    *("id2label", "num_labels"),  # of classifiers
     # looked at, and refused where they ask for what the decoder does not compute
     *("hidden_act", "attention_bias", "mlp_bias", "use_sliding_window", "sliding_window", "layer_types"),
     *("partial_rotary_factor",),
@@ -36,7 +40,7 @@ IGNORED = (
     ),
     *("torchscript", "use_bfloat16", "chunk_size_feed_forward", "pretraining_tp", "attention_dropout"),
     *("max_window_layers", "transformers_version", "_name_or_path", "name_or_path", "auto_map", "tokenizer_class"),
-    *("_attn_implementation", "attn_implementation", "id2label", "label2id", "num_labels", "problem_type"),
+    *("_attn_implementation", "attn_implementation", "label2id", "problem_type"),
     *("finetuning_task", "task_specific_params", "prefix", "sep_token_id", "decoder_start_token_id", "is_decoder"),
     *("tie_encoder_decoder", "tf_legacy_loss", "max_length", "min_length", "do_sample", "temperature", "top_k"),
     *("top_p", "typical_p", "repetition_penalty", "length_penalty", "num_beams", "num_return_sequences"),
@@ -129,12 +133,27 @@ class ModelConfig:
         )
         require(self.head_dim % 2 == 0, f"config.json: head_dim must be even (rotary embeddings), got {self.head_dim}")
 
+    @property
+    def head(self) -> str:
+        """What the folder's model has after the last norm: lm_head, or score (a classifier of one label)."""
+        return "score" if self.architecture in CLASSIFIERS else "lm_head"
+
+    def as_classifier(self) -> "ModelConfig":
+        """This shape with a score head: ...ForSequenceClassification with one label, as transformers writes it."""
+        if self.head == "score":
+            return self
+        name = self.architecture.replace("CausalLM", "SequenceClassification")
+        raw = {key: value for key, value in self.raw.items() if key not in ("num_labels", "auto_map")}
+        labels = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+        return replace(self, architecture=name, raw=raw | {"architectures": [name]} | labels)
+
     @classmethod
     def from_json(cls, config: dict) -> "ModelConfig":
         """Read hub style (rope_theta, rope_scaling, torch_dtype) or transformers 5 style (rope_parameters, dtype)."""
         require(isinstance(config, dict), f"config.json must hold an object, got {type(config).__name__}")
         architecture = _read_architecture(config)
-        _refuse_unsupported(config, architecture)
+        model_type = (ARCHITECTURES | CLASSIFIERS)[architecture]
+        _refuse_unsupported(config, architecture, model_type)
         if unknown := sorted(set(config) - {*USED, *IGNORED, *REFUSED}):
             logger.info("config.json: not used here, nor by transformers' %s: %s", architecture, ", ".join(unknown))
         required = (
@@ -161,14 +180,14 @@ class ModelConfig:
         kv_heads = config.get("num_key_value_heads")
         return cls(
             architecture=architecture,
-            model_type=ARCHITECTURES[architecture],
+            model_type=model_type,
             rope_theta=rope_theta,
             rope_scaling=rope_scaling,
-            attention_bias=architecture == "Qwen2ForCausalLM",
-            qk_norm=architecture == "Qwen3ForCausalLM",
+            attention_bias=model_type == "qwen2",
+            qk_norm=model_type == "qwen3",
             torch_dtype=_read_dtype(config),
             num_key_value_heads=values["num_attention_heads"] if kv_heads is None else kv_heads,
-            head_dim=_read_head_dim(config, architecture),
+            head_dim=_read_head_dim(config, model_type),
             raw=dict(config),
             **values,
         )
@@ -178,21 +197,29 @@ def _read_architecture(config: dict) -> str:
     by_type = {model_type: name for name, model_type in ARCHITECTURES.items()}
     names = config.get("architectures") or [by_type.get(str(config.get("model_type")), config.get("model_type"))]
     require(
-        isinstance(names, list) and len(names) == 1 and names[0] in ARCHITECTURES,
-        f"config.json: architectures={names!r} is not supported; cukit runs {', '.join(ARCHITECTURES)}",
+        isinstance(names, list) and len(names) == 1 and names[0] in ARCHITECTURES | CLASSIFIERS,
+        f"config.json: architectures={names!r} is not supported; cukit runs {', '.join(ARCHITECTURES)} and, as reward "
+        f"models, {', '.join(CLASSIFIERS)}",
     )
     return names[0]
 
 
-def _refuse_unsupported(config: dict, architecture: str) -> None:
+def _refuse_unsupported(config: dict, architecture: str, model_type: str) -> None:
     """Name the one key that asks for something the decoder does not compute."""
+    if architecture in CLASSIFIERS:
+        labels = config.get("id2label")  # it rules num_labels in transformers; without either, a model has 2
+        number = len(labels) if isinstance(labels, dict) else config.get("num_labels", 2)
+        require(
+            number == 1,
+            f"config.json: num_labels={number!r} is not supported for {architecture}; a reward model has 1",
+        )
     for name, (neutral, what) in REFUSED.items():
         value = config.get(name)
         require(
             value is None or value in neutral,
             f"config.json: {name}={value!r:.80}: {what} not supported",
         )
-    window = config.get("use_sliding_window", architecture == "LlamaForCausalLM" and config.get("sliding_window"))
+    window = config.get("use_sliding_window", model_type == "llama" and config.get("sliding_window"))
     require(
         not window,
         f"config.json: use_sliding_window={config.get('use_sliding_window')!r}, "
@@ -204,7 +231,7 @@ def _refuse_unsupported(config: dict, architecture: str) -> None:
     require(activation == "silu", f"config.json: hidden_act={activation!r} is not supported; only silu is")
     for name in ("attention_bias", "mlp_bias"):
         require(
-            architecture == "Qwen2ForCausalLM" or not config.get(name),
+            model_type == "qwen2" or not config.get(name),
             f"config.json: {name}=true is not supported for {architecture}",
         )
 
@@ -277,10 +304,10 @@ def _read_dtype(config: dict) -> str:
     return name
 
 
-def _read_head_dim(config: dict, architecture: str) -> int:
+def _read_head_dim(config: dict, model_type: str) -> int:
     if config.get("head_dim") is not None:
         return config["head_dim"]
-    if architecture == "Qwen3ForCausalLM" and "head_dim" not in config:
+    if model_type == "qwen3" and "head_dim" not in config:
         return 128  # transformers' default for Qwen3, whatever the hidden size
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     require(

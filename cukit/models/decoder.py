@@ -12,7 +12,7 @@ import numpy as np
 from ..autograd import Tensor, recompute
 from ..ops import add_rms_norm, qk_norm_rope, silu_mul
 from .config import ModelConfig
-from .heads import LanguageModelHead
+from .heads import LanguageModelHead, ScoreHead
 from .modules import Embedding, Linear, Module, RMSNorm, declare
 from .store import Store
 
@@ -71,22 +71,31 @@ class Layer(Module):
 
 
 class Decoder(Module):
-    """A decoder-only language model. Weights are zero until loaded (models.weights) or drawn (init_weights).
+    """A decoder-only language model or, with head="score", a model of one number a token: a reward model, a critic.
+    Weights are zero until loaded (models.weights) or drawn (init_weights).
 
     store: the flat buckets that hold all of them. gradient_checkpointing: keep only the residual stream between layers
     for the backward pass and compute the rest again.
     """
 
-    def __init__(self, config: ModelConfig, backend, dtype):
+    def __init__(self, config: ModelConfig, backend, dtype, head: str = "lm_head"):
+        if head == "lm_head" and config.head == "score":
+            raise ValueError(f"{config.architecture} is a reward model: it has no language-model head")
+        config = config.as_classifier() if head == "score" else config
         self.config, self.backend, self.dtype = config, backend, backend.dtype_of(dtype)
         self.gradient_checkpointing, self._exact = False, "auto"
         self.embed_tokens = Embedding(backend, self.dtype, config.vocab_size, config.hidden_size)
         self.layers = [Layer(config, backend, self.dtype, i) for i in range(config.num_hidden_layers)]
         self.norm = RMSNorm(backend, self.dtype, config.hidden_size, config.rms_norm_eps)
         tied, head_shape = config.tie_word_embeddings, (config.vocab_size, config.hidden_size)
-        self.lm_head = LanguageModelHead(self.embed_tokens.weight if tied else declare(head_shape, self.dtype))
+        if head == "score":
+            self.score = ScoreHead(backend, self.dtype, config.hidden_size)
+        else:
+            self.lm_head = LanguageModelHead(self.embed_tokens.weight if tied else declare(head_shape, self.dtype))
+        self._vocab_size = config.vocab_size
         parts = {
-            name if name.startswith("lm_head.") else f"model.{name}": part for name, part in self.named_parts().items()
+            name if name.startswith(("lm_head.", "score.")) else f"model.{name}": part
+            for name, part in self.named_parts().items()
         }
         self.store = Store(backend, self.named_parameters(), parts)
         self._layer_parameters = [layer.parameters() for layer in self.layers]
@@ -116,18 +125,24 @@ class Decoder(Module):
         """hidden (N, C) -> (N, V) in the model's dtype."""
         return self.lm_head(hidden)
 
+    def scores(self, hidden: Tensor) -> Tensor:
+        """hidden (N, C) -> (N,) float32 (float64 for a float64 model), of a model with head="score"."""
+        return self.score(hidden)
+
     # ---- what belongs to the model ----
 
     @property
     def vocab_size(self) -> int:
         """The number of ids that count: those from here on are neither sampled nor part of a normaliser."""
-        return self.lm_head.vocab_size
+        return self._vocab_size
 
     def limit_vocabulary(self, num_ids: int):
         """Count the first num_ids ids only (a tokenizer's), or all rows if the model has fewer."""
         if num_ids < 1:
             raise ValueError(f"the vocabulary cannot be limited to {num_ids} ids: give at least 1")
-        self.lm_head.vocab_size = min(num_ids, self.config.vocab_size)
+        self._vocab_size = min(num_ids, self.config.vocab_size)
+        if self.config.head == "lm_head":
+            self.lm_head.vocab_size = self._vocab_size
 
     @property
     def exact(self) -> str:
@@ -147,7 +162,7 @@ class Decoder(Module):
 
     def frozen_copy(self) -> "Decoder":
         """The same weights in memory of their own, never trained: a reference model."""
-        copy = Decoder(self.config, self.backend, self.dtype)
+        copy = Decoder(self.config, self.backend, self.dtype, self.config.head)
         copy.limit_vocabulary(self.vocab_size)
         copy.store.copy_from(self.store)
         for parameter in copy.store.parameters:
@@ -156,7 +171,7 @@ class Decoder(Module):
 
     def init_weights(self, seed: int):
         """Random weights from `seed`, drawn on the device: linear maps N(0, 1/fan_in), o_proj and down_proj also
-        divided by √(2·layers), embeddings N(0, 0.05²), norms 1, biases 0.
+        divided by √(2·layers), embeddings N(0, 0.05²), norms 1, biases 0, a score head N(0, 1/(C + 1)).
 
         The numbers of a part depend on the seed and on its place among the parts, on every device.
         """
@@ -165,6 +180,8 @@ class Decoder(Module):
                 view[...] = 0.0 if name.endswith("bias") else 1.0
                 continue
             scale = 0.05 if name in ("model.embed_tokens.weight", "lm_head.weight") else view.shape[1] ** -0.5
+            if name == "score.weight":
+                scale = (view.shape[1] + 1) ** -0.5
             if "o_proj" in name or "down_proj" in name:
                 scale /= math.sqrt(2 * self.config.num_hidden_layers)
             self.backend.fill_normal(view, (seed ^ index << 32) & MAX_SEED, scale)

@@ -1,8 +1,8 @@
 """A head computes something from a decoder's hidden states; a model may have several."""
 
 from ..autograd import Parameter, Tensor
-from ..ops import linear, lm_head_logprobs
-from .modules import Module
+from ..ops import linear, lm_head_logprobs, score
+from .modules import Module, declare
 
 
 class LanguageModelHead(Module):
@@ -24,3 +24,28 @@ class LanguageModelHead(Module):
         hidden (N, C), targets (N,) int32; the logits are never held as a whole.
         """
         return lm_head_logprobs(hidden, self.weight, targets, temperature, self.vocab_size)
+
+
+class ScoreHead(Module):
+    """A number for each hidden state: a reward model's score, a critic's value. weight (1, C), float32 or better.
+
+    It is small and decides all, so its sums and its updates are not rounded to the model's dtype; its tensor is
+    `score.weight`, as in transformers' ...ForSequenceClassification.
+    """
+
+    def __init__(self, backend, dtype, hidden_size: int):
+        self.weight = declare((1, hidden_size), backend.accumulator(dtype))
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """hidden (N, C) -> scores (N,) in the weight's dtype."""
+        return score(hidden, self.weight)
+
+    def init_weights(self, seed: int | None):
+        """N(0, 1/(C + 1)) drawn from `seed` (Stiennon et al. 2020, "Learning to summarize from human feedback"), or
+        zeros without one.
+        """
+        weight = self.weight.data
+        if seed is None:
+            weight[...] = 0
+        else:
+            self.weight.backend.fill_normal(weight, seed, (weight.shape[1] + 1) ** -0.5)

@@ -30,19 +30,32 @@ def load_config(folder) -> ModelConfig:
     return ModelConfig.from_json(raw)
 
 
-def load_model(folder, device="cpu", dtype="auto") -> Decoder:
+def load_model(folder, device="cpu", dtype="auto", head="lm_head", score_seed: int | None = None) -> Decoder:
     """A Decoder with the weights of `folder` (config.json and safetensors), on `device` in `dtype` (auto: bfloat16 on
     cuda, float32 on cpu).
+
+    head="score" gives a reward model or critic. The folder may then hold one (…ForSequenceClassification with one
+    label), or a causal model: its language-model head is left, and the score head is new, drawn from score_seed or,
+    without one, zeros. A classifier's folder is refused as a causal model.
 
     Tensors are read one at a time, straight into the model's memory; float32 becomes bfloat16 as in an update. Raises
     one ValueError that names every tensor that is missing, unexpected or of the wrong shape, or holds NaN or infinity.
     """
     config, backend = load_config(folder), backend_for(device)
+    if head == "lm_head" and config.head == "score":
+        raise ValueError(
+            f"{folder} holds a reward model ({config.architecture}), which has no language-model head: give a causal "
+            "model here, and reward models as reward_funcs"
+        )
     sources = _tensor_sources(model_folder(folder))
-    model = Decoder(config, backend, dtype)
+    model = Decoder(config, backend, dtype, head)
     targets = model.parts()
+    if head != config.head:
+        model.score.init_weights(score_seed)
+        del targets["score.weight"]
+        sources.pop("lm_head.weight", None)
     expected = dict(targets)
-    if config.tie_word_embeddings and "lm_head.weight" in sources:
+    if config.tie_word_embeddings and "lm_head.weight" in sources and head == "lm_head":
         # some files store the head again: it must be the same
         expected["lm_head.weight"] = targets[EMBEDDING]
     _check_names_and_shapes(folder, sources, expected)

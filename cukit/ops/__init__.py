@@ -12,6 +12,7 @@ from .norm import add_rms_norm, rms_norm
 from .policy_loss import policy_loss
 from .ppo_loss import ppo_loss
 from .rope import qk_norm_rope
+from .score import score
 
 __all__ = [
     "add_rms_norm",
@@ -29,6 +30,7 @@ __all__ = [
     "ppo_loss",
     "qk_norm_rope",
     "rms_norm",
+    "score",
     "silu_mul",
     "token_logprobs",
     "where",

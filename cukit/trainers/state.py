@@ -77,7 +77,7 @@ def load_weights(model: Decoder, folder: Path) -> None:
     """Copy the weights of a model folder into a model that exists, part by part; read on the host, so that the device
     holds one copy only.
     """
-    parts, stored = model.parts(), load_model(folder, "cpu", model.dtype).parts()
+    parts, stored = model.parts(), load_model(folder, "cpu", model.dtype, model.config.head).parts()
     for name in sorted(parts.keys() | stored.keys()):
         ours, theirs = (found[name].shape if name in found else None for found in (parts, stored))
         if ours != theirs:

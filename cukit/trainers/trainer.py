@@ -162,7 +162,8 @@ class Trainer(ABC):
             sizes["micro_batches"] = 1 if step_tokens <= most else 2
             most = min(most, step_tokens)
         policy = self.models[POLICY].model
-        trained = ModelUse(POLICY, policy.config, policy.dtype, trained=True, loaded=isinstance(policy, Decoder))
+        loaded, head = isinstance(policy, Decoder), policy.config.head == "lm_head"
+        trained = ModelUse(POLICY, policy.config, policy.dtype, trained=True, loaded=loaded, head=head)
         return plan_memory(
             [trained, *more],
             engine,

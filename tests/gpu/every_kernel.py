@@ -131,6 +131,14 @@ def policy_losses(dtype="float32"):
         be.policy_loss_forward(*columns, *settings, weights, ref, 0.01)
 
 
+def scores(dtype):
+    be = backend_for("cuda")
+    for rows, cols in ((70, 260), (5, 13)):
+        hidden, weight = be.array(normal(rows, cols).astype(be.dtype_of(dtype))), be.array(statistics(1, cols))
+        found = be.score_forward(hidden, weight)
+        be.score_backward(be.zeros((1, cols), "float32"), found, hidden, weight)
+
+
 def filters(dtype):
     be = backend_for("cuda")
     logits = be.array(normal(3, 211).astype(be.dtype_of(dtype)))
@@ -173,6 +181,7 @@ def main():
         if "models" in parts:
             for name in ("qwen3_tiny", "qwen2_tiny"):
                 train_and_generate(name, dtype)
+            scores(dtype)
             filters(dtype)
             strays(dtype)
         if "attention" in parts:
