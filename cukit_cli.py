@@ -20,10 +20,11 @@ from cukit.commands.generate import GenerateOptions, generate
 from cukit.commands.kernels import KernelsOptions, kernels_build
 from cukit.commands.parser import parse, resolve
 from cukit.commands.report import ReportOptions, report
-from cukit.commands.train import TrainFiles, grpo, sft
+from cukit.commands.train import TrainFiles, grpo, ppo, sft
 from cukit.runs.progress import show_log_lines
 from cukit.trainers.config import SFTConfig
 from cukit.trainers.grpo_config import GRPOConfig
+from cukit.trainers.ppo_config import PPOConfig
 
 COMMANDS = {
     "grpo": Command(
@@ -36,6 +37,18 @@ COMMANDS = {
             "cukit grpo --config run.yaml --learning_rate 2e-6 --dry_run",
         ),
         recipe="data/recipes/tiny-grpo.yaml",
+        bundled={"data": "data/arithmetic/train.jsonl", "eval_data": TEST_ROWS, "reward_funcs": ["gsm8k"]},
+    ),
+    "ppo": Command(
+        ppo,
+        "train with rewards and a critic (proximal policy optimisation)",
+        (TrainFiles, PPOConfig),
+        examples=(
+            "cukit ppo                                   # the bundled model on the bundled task",
+            "cukit ppo --model FOLDER --data train.jsonl --reward_funcs REWARD_MODEL_FOLDER --total_episodes 20000",
+            "cukit ppo --model FOLDER --data train.jsonl --reward_funcs boxed --critic shared",
+        ),
+        recipe="data/recipes/tiny-ppo.yaml",
         bundled={"data": "data/arithmetic/train.jsonl", "eval_data": TEST_ROWS, "reward_funcs": ["gsm8k"]},
     ),
     "sft": Command(

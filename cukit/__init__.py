@@ -15,6 +15,8 @@ _PUBLIC_NAMES = {
     "SamplingParams": "cukit.engine.config",
     "GRPOConfig": "cukit.trainers.grpo_config",
     "GRPOTrainer": "cukit.trainers.grpo",
+    "PPOConfig": "cukit.trainers.ppo_config",
+    "PPOTrainer": "cukit.trainers.ppo",
     "SFTConfig": "cukit.trainers.config",
     "SFTTrainer": "cukit.trainers.sft",
     "TrainerConfig": "cukit.trainers.config",

@@ -8,6 +8,8 @@ from .trainers.config import TrainerConfig as TrainerConfig
 from .trainers.environment import Environment as Environment
 from .trainers.grpo import GRPOTrainer as GRPOTrainer
 from .trainers.grpo_config import GRPOConfig as GRPOConfig
+from .trainers.ppo import PPOTrainer as PPOTrainer
+from .trainers.ppo_config import PPOConfig as PPOConfig
 from .trainers.sft import SFTTrainer as SFTTrainer
 from .trainers.trainer import TrainerCallback as TrainerCallback
 

@@ -1,4 +1,4 @@
-"""grpo and sft: train, and say how to talk to the result."""
+"""grpo, ppo and sft: train, and say how to talk to the result."""
 
 import shlex
 import sys
@@ -8,6 +8,7 @@ from typing import Any
 from ..options import Options, option
 from ..trainers.config import SFTConfig, TrainerConfig
 from ..trainers.grpo_config import GRPOConfig
+from ..trainers.ppo_config import PPOConfig
 from .dry_run import show_training
 from .parser import make
 
@@ -33,6 +34,13 @@ def grpo(values: dict[str, Any]) -> int:
 
     args = make(GRPOConfig, values)
     return _train(values, args, GRPOTrainer, reward_funcs=args.reward_funcs)
+
+
+def ppo(values: dict[str, Any]) -> int:
+    from ..trainers.ppo import PPOTrainer
+
+    args = make(PPOConfig, values)
+    return _train(values, args, PPOTrainer, reward_funcs=args.reward_funcs)
 
 
 def sft(values: dict[str, Any]) -> int:

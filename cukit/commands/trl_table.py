@@ -56,6 +56,9 @@ ROWS: tuple[Row, ...] = (
     *_taken("eval_strategy", "evaluation_strategy"),
     *_taken("gradient_checkpointing", "activation_checkpointing"),
     *_taken("environment", "environment_factory"),
+    *_taken("max_completion_length", "response_length"),
+    *_taken("model", "sft_model_path"),
+    *_taken("reward_funcs", "reward_model_path", "reward_model_name_or_path"),
     *_taken("vllm_importance_sampling_clip_max", "vllm_importance_sampling_cap"),
     Row("use_cpu", TAKEN, "device", becomes=((True, "cpu"),), note="true: cpu"),
     Row("no_cuda", TAKEN, "device", becomes=((True, "cpu"),), note="true: cpu"),
@@ -144,7 +147,6 @@ ROWS: tuple[Row, ...] = (
     *_not_needed("runs are deterministic, and seed is the one seed", "full_determinism", "data_seed"),
     *_not_yet("this loss", "dft", label_smoothing_factor=0.0),
     *_not_yet("this way to add rewards up", multi_objective_aggregation="sum_then_normalize"),
-    *_not_yet("reward models", "reward_model_name_or_path"),
     *_not_yet("this way of training", "neftune_noise_alpha", "activation_offloading"),
     *_not_yet("this schedule", "lr_scheduler_kwargs", eval_delay=0),
     # ---- devices ----

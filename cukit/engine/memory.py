@@ -109,9 +109,10 @@ def plan_memory(
     """The plan of a run with these models; the engine (None: there is none) runs the first of them.
 
     max_tokens_per_batch: of a training forward pass. micro_batches: passes an update; with one, gradients appear only
-    as activations go. one_pass: the models are trained in one pass together, not one after the other. longest_sequence: of the run's sequences, prompt and completion together. packed_tokens: of a
-    generation batch that stays on the device. ranks: processes among which gradients and optimizer states are divided.
-    total_bytes, free_bytes: of the device, asked of the backend by default; free is what is not taken yet.
+    as activations go. one_pass: one backward pass serves all trained models. longest_sequence: of the run's sequences,
+    prompt and completion together. packed_tokens: of a generation batch that stays on the device. ranks: processes
+    among which gradients and optimizer states are divided. total_bytes, free_bytes: of the device, asked of the backend
+    by default; free is what is not taken yet.
 
     The cache holds max_num_seqs sequences of max_model_len, or what is left. gpu_memory_utilization is the share of the
     device's whole memory that this process may take for everything (vLLM's meaning); on a CPU the share of the free

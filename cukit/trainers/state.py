@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..models.decoder import Decoder
+from ..models.value_head import ValueHead
 from ..models.weights import load_model
 from ..optim import AdamW
 
@@ -19,14 +20,18 @@ POLICY, METHOD = "policy", "method."
 
 @dataclass
 class TrainedModel:
-    """A model that a run trains. The optimizer is made when the run begins."""
+    """A model that a run trains. The optimizer is made when the run begins. learning_rate: None is the run's."""
 
     name: str
-    model: Decoder
+    model: Decoder | ValueHead
     optimizer: AdamW | None = None
+    learning_rate: float | None = None
+
+    def peak_rate(self, args) -> float:
+        return args.learning_rate if self.learning_rate is None else self.learning_rate
 
 
-def make_optimizer(model: Decoder, args) -> AdamW:
+def make_optimizer(model: Decoder | ValueHead, args) -> AdamW:
     """The AdamW of a model as the options say."""
     return AdamW(
         model.store,
@@ -73,11 +78,15 @@ def _prefix(name: str) -> str:
     return "" if name == POLICY else f"{name}/"
 
 
-def load_weights(model: Decoder, folder: Path) -> None:
+def load_weights(model: Decoder | ValueHead, folder: Path) -> None:
     """Copy the weights of a model folder into a model that exists, part by part; read on the host, so that the device
     holds one copy only.
     """
-    parts, stored = model.parts(), load_model(folder, "cpu", model.dtype, model.config.head).parts()
+    if isinstance(model, ValueHead):
+        stored = model.stored_parts(folder)
+    else:
+        stored = load_model(folder, "cpu", model.dtype, model.config.head).parts()
+    parts = model.parts()
     for name in sorted(parts.keys() | stored.keys()):
         ours, theirs = (found[name].shape if name in found else None for found in (parts, stored))
         if ours != theirs:

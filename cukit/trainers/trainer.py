@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, cast
 
 import numpy as np
 
@@ -51,6 +51,7 @@ class Trainer(ABC):
 
     label = "run"
     args: TrainerConfig
+    also_named: ClassVar[dict[str, str]] = {}  # a metric's second name in TRL -> the metric
 
     def __init__(
         self,
@@ -102,7 +103,7 @@ class Trainer(ABC):
     @property
     def model(self) -> Decoder:
         """The policy."""
-        return self.models[POLICY].model
+        return cast(Decoder, self.models[POLICY].model)
 
     @property
     def finished(self) -> bool:
@@ -161,7 +162,7 @@ class Trainer(ABC):
         if step_tokens is not None:
             sizes["micro_batches"] = 1 if step_tokens <= most else 2
             most = min(most, step_tokens)
-        policy = self.models[POLICY].model
+        policy = self.model
         loaded, head = isinstance(policy, Decoder), policy.config.head == "lm_head"
         trained = ModelUse(POLICY, policy.config, policy.dtype, trained=True, loaded=loaded, head=head)
         return plan_memory(
@@ -307,6 +308,7 @@ class Trainer(ABC):
         self.evaluation_due = self._evaluates_now(int(self.sampler.epochs_done) > epochs_before)
         metrics |= self.step_metrics(sums) | {"loss": loss} | update
         metrics |= {"num_tokens": self.num_tokens, "epoch": self.sampler.epochs_done}
+        metrics |= {second: metrics[name] for second, name in self.also_named.items()}
         times = self.timer.pop()
         tokens = metrics.pop("step_tokens", 0)
         return metrics | times | {"tokens_per_second": tokens / max(times["step_time"], 1e-9)}

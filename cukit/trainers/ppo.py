@@ -1,0 +1,184 @@
+"""Proximal policy optimisation: a critic values each token, and the policy moves towards what was better than valued.
+
+PPO: Schulman et al. 2017; generalised advantage estimation: Schulman et al. 2016; its use for language models: Ziegler
+et al. 2019. Names and metrics are those of TRL's PPOTrainer.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+
+from ..autograd import Tensor, no_grad
+from ..engine.memory import Plan
+from ..engine.shapes import ModelUse
+from ..models.decoder import Decoder
+from ..models.logprobs import PackedTokens, predicting_states
+from ..models.value_head import ValueHead
+from ..models.weights import load_model
+from ..ops import ppo_loss
+from ..ops.ppo_loss import PPO_STATS
+from .batch import Rows
+from .experience import Experience
+from .policy_trainer import PolicyTrainer
+from .ppo_config import PPOConfig
+from .state import POLICY, TrainedModel
+
+CRITIC = "critic"
+
+
+class PPOTrainer(PolicyTrainer):
+    """PPOTrainer(model="folder", reward_funcs=[f], args=PPOConfig(…), train_dataset=rows).train()
+
+    Also .evaluate() and .save_model(folder). A step is one optimizer step; a rollout gives num_ppo_epochs *
+    num_mini_batches of them. Where this differs from TRL:
+
+    * The old log-probabilities are the engine's own, so before the first update of a rollout every ratio is exactly 1.
+    * Policy and critic have an optimizer each, their gradients are clipped each by itself, and the critic may have a
+      learning rate of its own. A shared critic is a head on the policy's hidden states (critic=shared).
+    * Losses are means over the tokens of a mini-batch, however it is split; mini-batches have about as many tokens
+      each, and are the same in every epoch of a rollout.
+    * A completion without a reward, or that failed, is left out.
+    """
+
+    label = "ppo"
+    args: PPOConfig
+    config_class = PPOConfig
+    batch_options = "num_ppo_epochs and num_mini_batches"
+    also_named = {"lr": "learning_rate"}  # noqa: RUF012
+    generation: Experience
+
+    def make_generation(self) -> Experience:
+        self._ratios: list[float] = []  # mean ratio of each update of the rollout
+        self._begun = None
+        return Experience(self)
+
+    # ---- models ----
+
+    def make_models(self, policy: Decoder) -> dict[str, TrainedModel]:
+        rate = self.args.critic_learning_rate
+        return super().make_models(policy) | {
+            CRITIC: TrainedModel(CRITIC, self._make_critic(policy), learning_rate=rate)
+        }
+
+    def _make_critic(self, policy: Decoder) -> Decoder | ValueHead:
+        if self.args.critic == "shared":
+            return ValueHead(policy.backend, policy.dtype, policy.config.hidden_size)
+        if self.args.critic_model is not None:
+            critic = load_model(self.args.critic_model, policy.backend.name, policy.dtype, head="score")
+        else:
+            critic = Decoder(policy.config, policy.backend, policy.dtype, head="score")
+            own = policy.parts()
+            for name, view in critic.parts().items():
+                if name in own:
+                    view[...] = own[name]
+        critic.gradient_checkpointing = self.args.gradient_checkpointing
+        return critic
+
+    @property
+    def critic(self) -> Decoder | ValueHead:
+        return self.models[CRITIC].model
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.args.kl_coef != 0 or self.args.beta != 0
+
+    def learns(self, name: str) -> bool:
+        return name == CRITIC or self.global_step >= self.args.critic_warmup_steps
+
+    def plan_memory(self, *more: ModelUse, **sizes: Any) -> Plan:
+        use, critics = self.model, []
+        if self.args.critic == "separate":
+            loaded = isinstance(use, Decoder)
+            critics = [ModelUse(CRITIC, use.config, use.dtype, trained=True, loaded=loaded, head=False)]
+        return super().plan_memory(*critics, *more, **sizes | {"one_pass": True})
+
+    def count_steps(self) -> int:
+        args = self.args
+        if args.max_steps > 0 or args.total_episodes is None:
+            return super().count_steps()
+        return math.ceil(args.total_episodes / args.generation_size) * self.updates_a_generation
+
+    # ---- the loss ----
+
+    def values(self, tokens: PackedTokens, hidden: Tensor | None = None) -> Tensor:
+        """The critic's value before each wanted token (N,). hidden: the policy's states there, if they are known."""
+        if self.args.critic == "separate":
+            hidden = predicting_states(self.critic, tokens)
+        elif hidden is None:
+            hidden = predicting_states(self.model, tokens)
+        return self.critic.scores(hidden)
+
+    def compute_loss(self, rows: Rows) -> tuple[Tensor, dict[str, np.ndarray]]:
+        args, tokens = self.args, rows.tokens
+        with nullcontext() if self.learns(POLICY) else no_grad():
+            hidden = predicting_states(self.model, tokens)
+            logprobs, entropy = self.model.lm_head.logprobs(hidden, rows.targets, args.temperature)
+        values = self.values(tokens, hidden)
+        loss, stats = ppo_loss(
+            logprobs,
+            values,
+            entropy,
+            rows.logprobs,
+            rows.values,
+            rows.ref_logprobs if args.beta else None,
+            rows.advantages,
+            rows.returns,
+            rows.weights,
+            eps_low=args.cliprange,
+            eps_high=args.cliprange if args.cliprange_high is None else args.cliprange_high,
+            dual_clip=args.dual_clip,
+            vf_coef=args.vf_coef,
+            cliprange_value=args.cliprange_value,
+            entropy_coef=args.entropy_coef,
+            beta=args.beta,
+        )
+        return loss, {"stats": stats} | self.sampling_sums(logprobs.data, rows)
+
+    def step_metrics(self, sums: dict) -> dict:
+        if not sums:  # nothing counted
+            return {}
+        stats = dict(zip(PPO_STATS, sums["stats"].tolist(), strict=True))
+        tokens = max(stats["num_tokens"], 1.0)
+        if self._on_policy:
+            self._ratios.clear()
+        self._ratios.append(stats["ratio"] / tokens)
+        metrics = {
+            "loss/policy_avg": stats["policy_loss"],
+            "loss/value_avg": stats["value_loss"],
+            "policy/approxkl_avg": stats["approx_kl"] / tokens,
+            "policy/clipfrac_avg": stats["clip"] / tokens,
+            "policy/entropy_avg": stats["entropy"],
+            "val/clipfrac_avg": stats["value_clip"] / tokens,
+            "val/ratio": self._ratios[-1],
+            "val/ratio_var": float(np.var(self._ratios, ddof=1)) if len(self._ratios) > 1 else 0.0,
+            "entropy": stats["entropy"],
+            "sampling/extreme_log_ratios": stats["extreme"],
+        }
+        if self.args.dual_clip is not None:
+            metrics["policy/dual_clipfrac_avg"] = stats["dual_clip"] / tokens
+        if self.args.beta:
+            metrics["kl"] = stats["kl"] / tokens
+        return metrics | self.sampling_metrics(sums, tokens) | self._progress()
+
+    def _progress(self) -> dict:
+        """TRL's episode (completions drawn so far) and eps (of them a second, in this process)."""
+        self._begun = self._begun or (time.perf_counter(), self.generation.episodes)
+        seconds = time.perf_counter() - self._begun[0]
+        done = self.generation.episodes - self._begun[1]
+        return {"episode": self.generation.episodes, "eps": done / seconds if done else 0.0}
+
+    # ---- checkpoints ----
+
+    def method_state(self) -> tuple[dict, dict]:
+        arrays, values = super().method_state()
+        return arrays, values | {"ratios": list(self._ratios)} | self.generation.state()
+
+    def load_method_state(self, arrays: dict, values: dict) -> None:
+        super().load_method_state(arrays, values)
+        self._ratios = list(values["ratios"])
+        self.generation.load(values)
