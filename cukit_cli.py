@@ -9,8 +9,8 @@ import os
 import sys
 from collections.abc import Callable
 
-from cukit.bench import GenerateBench, GRPOBench, KernelsBench, TrainBench
-from cukit.commands.bench import bench_generate, bench_grpo, bench_kernels, bench_train
+from cukit.bench import GenerateBench, GRPOBench, KernelsBench, PPOBench, TrainBench
+from cukit.commands.bench import bench_generate, bench_grpo, bench_kernels, bench_ppo, bench_train
 from cukit.commands.chat import TINY_MODEL, ChatOptions, chat
 from cukit.commands.command import Command
 from cukit.commands.data import PrepareOptions, ShowOptions, data_prepare, data_show
@@ -163,6 +163,12 @@ COMMANDS = {
             "cukit bench grpo --model qwen3-0.6b --gradient_checkpointing false",
             "cukit bench grpo --prompts 16 --gpu_memory_utilization 0.4",
         ),
+    ),
+    "bench ppo": Command(
+        bench_ppo,
+        "one PPO update of policy and critic on random tokens",
+        (PPOBench,),
+        examples=("cukit bench ppo --model qwen3-0.6b", "cukit bench ppo --critic separate --rows 8"),
     ),
     "doctor": Command(doctor, "versions and devices, for a bug report", ()),
 }

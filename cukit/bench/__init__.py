@@ -9,6 +9,7 @@ from ..models.config import DTYPES
 from ..options import Options, check_choices, check_range, nested, option, require
 
 WORKLOADS = ("N", "G", "decode")
+CRITICS = ("shared", "separate")
 
 
 class BenchOptions(Options):
@@ -105,4 +106,22 @@ class GRPOBench(BenchOptions):
         for name in ("prompts", "prompt_length", "max_completion_length", "repeats"):
             check_range(self, name, 1)
         check_range(self, "num_generations", 2)
+        check_range(self, "scale", 0, 1, open_low=True)
+
+
+class PPOBench(BenchOptions):
+    critic: str = option("shared", "shared: a value head on the policy; separate: a model of its own", CRITICS)
+    rows: int | None = option(None, "sequences of an update; default: 64 times scale")
+    tokens_per_row: int | None = option(None, "length of each; default: 2,048 times scale")
+    completion: int | None = option(None, "last tokens of each, which are learnt; default: 1,536 times scale")
+    scale: float | None = option(None, "multiplies these defaults; default: 1 on cuda, 0.1 on cpu")
+    gradient_checkpointing: bool = option(False, "recompute activations in the backward pass")
+    max_tokens_per_batch: int = option(16384, "most tokens in one forward pass")
+    repeats: int = option(5, "measured updates, after two that are not; the median counts")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("rows", "completion", "max_tokens_per_batch", "repeats"):
+            check_range(self, name, 1)
+        check_range(self, "tokens_per_row", 2)
         check_range(self, "scale", 0, 1, open_low=True)

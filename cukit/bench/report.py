@@ -58,6 +58,19 @@ COLUMNS = {
         ("largest_difference", "log-prob difference", "{:g}"),
         ("peak_gb", "peak GB", "{:,.2f}"),
     ),
+    "ppo": (
+        ("critic", "critic", "{}"),
+        ("gradient_checkpointing", "recompute", "{}"),
+        ("tokens", "tokens", "{:,}"),
+        ("completion_tokens", "of them learnt", "{:,}"),
+        ("micro_batches", "passes", "{:,}"),
+        ("seconds", "s", "{:,.3f}"),
+        ("least_seconds", "least", "{:,.3f}"),
+        ("most_seconds", "most", "{:,.3f}"),
+        ("tokens_per_s", "tok/s", "{:,.0f}"),
+        ("peak_gb", "peak GB", "{:,.2f}"),
+        ("note", "", "{}"),
+    ),
 }
 
 

@@ -1,8 +1,8 @@
-"""bench kernels, generate, train, grpo: measure, print the table, write the rows."""
+"""bench kernels, generate, train, grpo, ppo: measure, print the table, write the rows."""
 
 from typing import Any
 
-from ..bench import BenchOptions, GenerateBench, GRPOBench, KernelsBench, TrainBench
+from ..bench import BenchOptions, GenerateBench, GRPOBench, KernelsBench, PPOBench, TrainBench
 from ..options import given_values
 from .parser import make
 
@@ -32,6 +32,13 @@ def bench_grpo(values: dict[str, Any]) -> None:
     from ..bench.grpo import run
 
     options = make(GRPOBench, values)
+    _report(run(options), options)
+
+
+def bench_ppo(values: dict[str, Any]) -> None:
+    from ..bench.ppo import run
+
+    options = make(PPOBench, values)
     _report(run(options), options)
 
 
