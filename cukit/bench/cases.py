@@ -300,6 +300,12 @@ def loss_cases(b: Workbench) -> Iterator[Case]:
     yield Case("score_forward", shape, lambda: (b.random(tokens, columns), weight), whole)
     yield Case("score_backward", shape, lambda: (*given, b.random(tokens, columns), weight), 2 * whole)
 
+    def ppo():
+        columns = [b.random(b.tokens, dtype=b.statistics, scale=0.1) for _ in range(8)]
+        return *columns[:5], None, *columns[5:], 0.2, 0.2, None, 0.1, 0.2
+
+    yield Case("ppo_loss_forward", f"{b.tokens} tokens", ppo, 11 * FLOAT * b.tokens)
+
 
 def sampling_cases(b: Workbench) -> Iterator[Case]:
     vocabulary = b.config.vocab_size
