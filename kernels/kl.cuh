@@ -1,5 +1,5 @@
-// What the losses and the rewards of a policy share: numbers held between two bounds, and Schulman's estimates (2020) of
-// KL(new || ref) from a sampled token, x = ref - new. In float64: there is little to compute.
+// What the losses and the rewards of a policy share: numbers held between two bounds, and Schulman's estimates (2020)
+// of KL(new || ref) from a sampled token, x = ref - new. In float64: there is little to compute.
 #pragma once
 #include "common.cuh"
 

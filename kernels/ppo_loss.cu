@@ -1,7 +1,7 @@
 // PPO's loss of N packed tokens with a critic: loss, its gradients with respect to log-probabilities, values and
 // entropies (N,) each, and eleven sums of statistics. A block of PPO_THREADS threads takes TOKENS_A_BLOCK tokens and
-// writes its sums to partials (blocks, 12); ppo_loss_sums adds those up in a fixed order. Formulas and what NaN does are
-// those of the NumPy shelf, in float64: there is little to compute.
+// writes its sums to partials (blocks, 12); ppo_loss_sums adds those up in a fixed order. Formulas and what NaN does
+// are those of the NumPy shelf, in float64: there is little to compute.
 // specialise:
 // arch: sm_80 sm_89 sm_90a sm_100 sm_120
 #include "kl.cuh"
@@ -54,7 +54,8 @@ ppo_loss_tokens(float* dlogps, float* dvalues, float* dentropies, double* partia
                 long long num_tokens, double low, double high, double dual_clip, double vf_coef, double value_range,
                 double entropy_coef, double beta, int estimator, double max_log_ratio) {
     __shared__ double scratch[WARP];
-    const Settings settings = {low, high, dual_clip, value_range, vf_coef, entropy_coef, beta, max_log_ratio, estimator};
+    const Settings settings = {low,          high, dual_clip,     value_range, vf_coef,
+                               entropy_coef, beta, max_log_ratio, estimator};
     const long long start = blockIdx.x * (long long)TOKENS_A_BLOCK, end = min(start + TOKENS_A_BLOCK, num_tokens);
     double sums[NUM_SUMS] = {};
     for (long long i = start + threadIdx.x; i < end; i += PPO_THREADS) {

@@ -289,16 +289,17 @@ def loss_cases(b: Workbench) -> Iterator[Case]:
     yield Case("token_logprobs_forward", shape, forward, logits + rows * (INT + 3 * FLOAT))
     yield Case("token_logprobs_backward", shape, backward, 2 * logits + rows * (INT + 2 * FLOAT))
 
-    def policy():
-        new, old, advantages, weights = (b.random(b.tokens, dtype=b.statistics, scale=0.1) for _ in range(4))
-        return new, old, None, advantages, weights, None, "clip", 0.2, 0.2, None, 0.0, False
+    def columns(count):
+        return [b.random(b.tokens, dtype=b.statistics, scale=0.1) for _ in range(count)]
 
-    yield Case("policy_loss_forward", f"{b.tokens} tokens", policy, 5 * FLOAT * b.tokens)
-    tokens, columns, weight = b.tokens, b.config.hidden_size, b.random(1, b.config.hidden_size, dtype=b.statistics)
-    whole, shape = tokens * columns * b.size, f"{tokens} x {columns}"
-    given = b.zeros(1, columns), b.random(tokens, dtype=b.statistics)
-    yield Case("score_forward", shape, lambda: (b.random(tokens, columns), weight), whole)
-    yield Case("score_backward", shape, lambda: (*given, b.random(tokens, columns), weight), 2 * whole)
+    clip, ppo, shape = (None, "clip", 0.2, 0.2, None, 0.0, False), (0.2, 0.2, None, 0.1, 0.2), f"{b.tokens} tokens"
+    yield Case("policy_loss_forward", shape, lambda: (*columns(2), None, *columns(2), *clip), 5 * FLOAT * b.tokens)
+    yield Case("ppo_loss_forward", shape, lambda: (*columns(5), None, *columns(3), *ppo), 11 * FLOAT * b.tokens)
+    tokens, hidden, weight = b.tokens, b.config.hidden_size, b.random(1, b.config.hidden_size, dtype=b.statistics)
+    whole, shape = tokens * hidden * b.size, f"{tokens} x {hidden}"
+    given = b.zeros(1, hidden), b.random(tokens, dtype=b.statistics)
+    yield Case("score_forward", shape, lambda: (b.random(tokens, hidden), weight), whole)
+    yield Case("score_backward", shape, lambda: (*given, b.random(tokens, hidden), weight), 2 * whole)
 
 
 def sampling_cases(b: Workbench) -> Iterator[Case]:

@@ -139,6 +139,19 @@ def scores(dtype):
         be.score_backward(be.zeros((1, cols), "float32"), found, hidden, weight)
 
 
+def returns_and_ppo_loss():
+    be = backend_for("cuda")
+    columns = [be.array(statistics(113, seed=s)) for s in range(9)]
+    borders, rows = be.array(np.array([0, 5, 5, 113], np.int32)), be.array(statistics(3))
+    for ref in (None, columns[1]):
+        be.token_rewards(columns[0], ref, rows, borders, 0.05, "k3")
+    advantages, _ = be.gae(*columns[:2], rows, borders, 0.99, 0.95)
+    for size in (1, 113):
+        be.whiten(advantages[:size], False)
+    be.ppo_loss_forward(*columns, 0.2, 0.28, 1.5, 0.5, 0.2, 0.01, 0.1, "k3")
+    be.ppo_loss_forward(*columns[:5], None, *columns[6:], 0.2, 0.28, None, 0.5, None)
+
+
 def filters(dtype):
     be = backend_for("cuda")
     logits = be.array(normal(3, 211).astype(be.dtype_of(dtype)))
@@ -191,6 +204,7 @@ def main():
             products(dtype)
     if "losses" in parts:
         policy_losses()
+        returns_and_ppo_loss()
     be.synchronize()
     known = {name for family in compiler.families() for name in loader.parse_signatures(compiler.source(family))}
     missing = known - launched
