@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from ..autograd import no_grad
+from ..autograd import Tensor, no_grad
 from ..models.decoder import Decoder
 from ..models.logprobs import predicting_states
 from ..models.value_head import ValueHead
@@ -30,7 +30,7 @@ LOSS = dict(eps_low=0.2, eps_high=0.2, vf_coef=0.1, cliprange_value=0.2, entropy
 
 
 class Learners:
-    """Policy and critic, and an optimizer each. Both take part in one forward and one backward pass."""
+    """Policy and critic, and an optimizer each. A separate critic has passes of its own, as in PPOTrainer."""
 
     def __init__(self, options: PPOBench, subject: Subject):
         self.policy = policy = build_model(subject, options.seed)
@@ -54,14 +54,30 @@ class Learners:
             hidden = predicting_states(self.critic, tokens)
         return logprobs, entropies, self.critic.scores(hidden)
 
+    def _loss(self, rows: Rows):
+        logprobs, entropies, values = self.forward(rows)
+        old = rows.logprobs, rows.values, None, rows.advantages, rows.returns, rows.weights
+        return ppo_loss(logprobs, values, entropies, *old, **LOSS)[0]
+
+    def _policy_loss(self, rows: Rows):
+        hidden = predicting_states(self.policy, rows.tokens)
+        logprobs, entropies = self.policy.lm_head.logprobs(hidden, rows.targets)
+        old = rows.logprobs, rows.values, None, rows.advantages, rows.returns, rows.weights
+        return ppo_loss(logprobs, Tensor(rows.values), entropies, *old, **LOSS | {"vf_coef": 0.0})[0]
+
+    def _critic_loss(self, rows: Rows):
+        values, known = self.critic.scores(predicting_states(self.critic, rows.tokens)), Tensor(rows.logprobs)
+        old = rows.logprobs, rows.values, None, rows.advantages * 0, rows.returns, rows.weights
+        return ppo_loss(known, values, known, *old, **LOSS | {"entropy_coef": 0.0})[0]
+
     def update(self, parts: list[Rows]) -> None:
         policy, critic = self.optimizers
         critic.loss_scale = policy.loss_scale  # float16: one backward pass has one scale
-        for rows in parts:
-            logprobs, entropies, values = self.forward(rows)
-            old = rows.logprobs, rows.values, None, rows.advantages, rows.returns, rows.weights
-            loss, _ = ppo_loss(logprobs, values, entropies, *old, **LOSS)
-            loss.backward(loss.data * 0 + policy.loss_scale)
+        passes = [self._policy_loss, self._critic_loss] if isinstance(self.critic, Decoder) else [self._loss]
+        for loss_of in passes:
+            for rows in parts:
+                loss = loss_of(rows)
+                loss.backward(loss.data * 0 + policy.loss_scale)
         for optimizer in self.optimizers:
             optimizer.step()
 

@@ -101,7 +101,6 @@ def plan_memory(
     micro_batches: int = 2,
     longest_sequence: int | None = None,
     packed_tokens: int = 0,
-    one_pass: bool = False,
     ranks: int = 1,
     total_bytes: int | None = None,
     free_bytes: int | None = None,
@@ -109,10 +108,9 @@ def plan_memory(
     """The plan of a run with these models; the engine (None: there is none) runs the first of them.
 
     max_tokens_per_batch: of a training forward pass. micro_batches: passes an update; with one, gradients appear only
-    as activations go. one_pass: one backward pass serves all trained models. longest_sequence: of the run's sequences,
-    prompt and completion together. packed_tokens: of a generation batch that stays on the device. ranks: processes
-    among which gradients and optimizer states are divided. total_bytes, free_bytes: of the device, asked of the backend
-    by default; free is what is not taken yet.
+    as activations go. longest_sequence: of the run's sequences, prompt and completion together. packed_tokens: of a
+    generation batch that stays on the device. ranks: processes among which gradients and optimizer states are divided.
+    total_bytes, free_bytes: of the device, asked of the backend by default; free is what is not taken yet.
 
     The cache holds max_num_seqs sequences of max_model_len, or what is left. gpu_memory_utilization is the share of the
     device's whole memory that this process may take for everything (vLLM's meaning); on a CPU the share of the free
@@ -129,7 +127,7 @@ def plan_memory(
         items += [Item("CUDA context and kernels", CONTEXT_BYTES), Item("cuBLAS workspace", WORKSPACE_BYTES)]
     if any(use.trained for use in uses):
         tokens = backend.row_bucket(max(max_tokens_per_batch, longest_sequence or 0))
-        items += training_items(uses, backend, tokens, gradient_checkpointing, micro_batches, ranks, one_pass)
+        items += training_items(uses, backend, tokens, gradient_checkpointing, micro_batches, ranks)
         items.append(Item("packed batch", packed_tokens * PACKED_BYTES))
     if engine is not None:
         _check_length(uses[0].config, engine)

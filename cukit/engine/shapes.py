@@ -120,28 +120,18 @@ class LayerBytes:
         return cls(hidden * size + one, saved * size + statistics * one, gradients * size)
 
 
-def training_items(
-    uses, backend, tokens, gradient_checkpointing, micro_batches, ranks, one_pass: bool = False
-) -> list[Item]:
-    """The items of the moment at which training holds most. one_pass: while one model is in its backward pass, the
-    others' activations are still there.
-    """
-    trained = [use for use in uses if use.trained]
+def training_items(uses, backend, tokens, gradient_checkpointing, micro_batches, ranks) -> list[Item]:
+    """The items of the moment at which training holds most; models are trained in passes of their own."""
     gradients = sum(
         -(-_trained_numbers(use) // ranks) * use.gradient_bytes * (backend.dtype_of(use.dtype).itemsize // 4 or 1)
-        for use in trained
+        for use in uses
+        if use.trained
     )
-    found = {
-        use.name: [
-            [Item(f"{use.name}: {name}", nbytes, "training") for name, nbytes in one]
-            for one in _moments(use, backend, tokens, gradient_checkpointing, micro_batches > 1, gradients)
-        ]
-        for use in trained
-    }
     moments = []
-    for name, own in found.items():
-        kept = [item for other, theirs in found.items() if one_pass and other != name for item in theirs[0][:2]]
-        moments += [one + kept for one in own]
+    for use in uses:
+        if use.trained:
+            found = _moments(use, backend, tokens, gradient_checkpointing, micro_batches > 1, gradients)
+            moments += [[Item(f"{use.name}: {name}", nbytes, "training") for name, nbytes in one] for one in found]
     return max(moments, key=lambda items: sum(item.nbytes for item in items))
 
 

@@ -192,6 +192,7 @@ class Rows:
     first: int
     last: int
     has_gradient: bool = True
+    serves: str | None = None  # the one model that this pass trains, of several
 
     def __getattr__(self, name):
         if name not in LEARNT_COLUMNS:

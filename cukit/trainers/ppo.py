@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import time
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -95,7 +96,7 @@ class PPOTrainer(PolicyTrainer):
         if self.args.critic == "separate":
             loaded = isinstance(use, Decoder)
             critics = [ModelUse(CRITIC, use.config, use.dtype, trained=True, loaded=loaded, head=False)]
-        return super().plan_memory(*critics, *more, **sizes | {"one_pass": True})
+        return super().plan_memory(*critics, *more, **sizes)
 
     def count_steps(self) -> int:
         args = self.args
@@ -113,56 +114,71 @@ class PPOTrainer(PolicyTrainer):
             hidden = predicting_states(self.model, tokens)
         return self.critic.scores(hidden)
 
+    def make_batch(self, step: int) -> tuple[list[Rows], dict]:
+        """A separate critic has passes of its own, after the policy's: one model's activations are held at a time."""
+        micro_batches, metrics = super().make_batch(step)
+        if self.args.critic == "separate":
+            micro_batches = [replace(rows, serves=name) for name in (POLICY, CRITIC) for rows in micro_batches]
+        return micro_batches, metrics
+
     def compute_loss(self, rows: Rows) -> tuple[Tensor, dict[str, np.ndarray]]:
-        args, tokens = self.args, rows.tokens
-        with nullcontext() if self.learns(POLICY) else no_grad():
-            hidden = predicting_states(self.model, tokens)
-            logprobs, entropy = self.model.lm_head.logprobs(hidden, rows.targets, args.temperature)
-        values = self.values(tokens, hidden)
+        """The loss of policy and critic, or of the one that this pass serves."""
+        args, tokens, hidden = self.args, rows.tokens, None
+        entropy_coef, beta, advantages = args.entropy_coef, args.beta, rows.advantages
+        if rows.serves == CRITIC:
+            logprobs, entropy, entropy_coef, beta = Tensor(rows.logprobs), Tensor(rows.logprobs), 0.0, 0.0
+            advantages = advantages * 0
+        else:
+            with nullcontext() if self.learns(POLICY) else no_grad():
+                hidden = predicting_states(self.model, tokens)
+                logprobs, entropy = self.model.lm_head.logprobs(hidden, rows.targets, args.temperature)
+        values = Tensor(rows.values) if rows.serves == POLICY else self.values(tokens, hidden)
         loss, stats = ppo_loss(
             logprobs,
             values,
             entropy,
             rows.logprobs,
             rows.values,
-            rows.ref_logprobs if args.beta else None,
-            rows.advantages,
+            rows.ref_logprobs if beta else None,
+            advantages,
             rows.returns,
             rows.weights,
             eps_low=args.cliprange,
             eps_high=args.cliprange if args.cliprange_high is None else args.cliprange_high,
             dual_clip=args.dual_clip,
-            vf_coef=args.vf_coef,
+            vf_coef=0.0 if rows.serves == POLICY else args.vf_coef,
             cliprange_value=args.cliprange_value,
-            entropy_coef=args.entropy_coef,
-            beta=args.beta,
+            entropy_coef=entropy_coef,
+            beta=beta,
         )
-        return loss, {"stats": stats} | self.sampling_sums(logprobs.data, rows)
+        served = (POLICY, CRITIC) if rows.serves is None else (rows.serves,)
+        sums = {name: stats for name in served}
+        return loss, sums if rows.serves == CRITIC else sums | self.sampling_sums(logprobs.data, rows)
 
     def step_metrics(self, sums: dict) -> dict:
         if not sums:  # nothing counted
             return {}
-        stats = dict(zip(PPO_STATS, sums["stats"].tolist(), strict=True))
-        tokens = max(stats["num_tokens"], 1.0)
+        policy, critic = (dict(zip(PPO_STATS, sums[name].tolist(), strict=True)) for name in (POLICY, CRITIC))
+        tokens = max(policy["num_tokens"], 1.0)
         if self._on_policy:
             self._ratios.clear()
-        self._ratios.append(stats["ratio"] / tokens)
+        self._ratios.append(policy["ratio"] / tokens)
         metrics = {
-            "loss/policy_avg": stats["policy_loss"],
-            "loss/value_avg": stats["value_loss"],
-            "policy/approxkl_avg": stats["approx_kl"] / tokens,
-            "policy/clipfrac_avg": stats["clip"] / tokens,
-            "policy/entropy_avg": stats["entropy"],
-            "val/clipfrac_avg": stats["value_clip"] / tokens,
+            "loss/policy_avg": policy["policy_loss"],
+            "loss/value_avg": critic["value_loss"],
+            "policy/approxkl_avg": policy["approx_kl"] / tokens,
+            "policy/clipfrac_avg": policy["clip"] / tokens,
+            "policy/entropy_avg": policy["entropy"],
+            "val/clipfrac_avg": critic["value_clip"] / tokens,
             "val/ratio": self._ratios[-1],
             "val/ratio_var": float(np.var(self._ratios, ddof=1)) if len(self._ratios) > 1 else 0.0,
-            "entropy": stats["entropy"],
-            "sampling/extreme_log_ratios": stats["extreme"],
+            "entropy": policy["entropy"],
+            "sampling/extreme_log_ratios": policy["extreme"],
         }
         if self.args.dual_clip is not None:
-            metrics["policy/dual_clipfrac_avg"] = stats["dual_clip"] / tokens
+            metrics["policy/dual_clipfrac_avg"] = policy["dual_clip"] / tokens
         if self.args.beta:
-            metrics["kl"] = stats["kl"] / tokens
+            metrics["kl"] = policy["kl"] / tokens
         return metrics | self.sampling_metrics(sums, tokens) | self._progress()
 
     def _progress(self) -> dict:

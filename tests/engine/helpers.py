@@ -57,6 +57,7 @@ class StandIn:
             qk_norm=False,
             rms_norm_eps=1e-6,
             eos_token_id=None,
+            head="lm_head",
         )
 
     def parameters(self):
