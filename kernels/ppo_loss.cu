@@ -27,8 +27,8 @@ struct ValueLoss {
     bool clipped;
 };
 
-// The larger one; NaN comes through.
-__device__ __forceinline__ double larger(double a, double b) { return a > b || a != a ? a : b; }
+// NaN comes through: the clipped term is NaN wherever the plain one is.
+__device__ __forceinline__ double larger(double plain, double clipped) { return plain > clipped ? plain : clipped; }
 
 __device__ __forceinline__ Surrogate surrogate(double ratio, double advantage, const Settings& s) {
     const double plain = -advantage * ratio, clipped = -advantage * held_within(ratio, s.low, s.high);
