@@ -3,7 +3,18 @@
 // CUDA graph can hold a launch; a row without filters reads its logits once. Results of a row depend on its logits,
 // parameters, seed and position alone.
 // specialise: SCALAR=bf16,f16,f32
+// The tokens' own kernel needs no SCALAR:
+// specialise:
 // arch: sm_80 sm_89 sm_90a sm_100 sm_120
+
+// tokens (count): [i] = drawn[sources[i]], where sources[i] is not -1. One thread a token.
+extern "C" __global__ void __launch_bounds__(256)
+newest_tokens(int* tokens, const int* sources, const int* drawn, int count) {
+    const int i = blockIdx.x * 256 + threadIdx.x;
+    if (i < count && sources[i] >= 0) tokens[i] = drawn[sources[i]];
+}
+
+#ifdef SCALAR
 #include "filters.cuh"
 #include "philox.cuh"
 
@@ -164,3 +175,4 @@ filter_logits(SCALAR* kept, const SCALAR* scaled_logits, const int* top_k, const
         kept[b * vocab_size + id] =
             keeps(filter, to_float(row.logits[id])) ? row.logits[id] : from_float<SCALAR>(-INFINITY);
 }
+#endif

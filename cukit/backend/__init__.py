@@ -20,13 +20,16 @@ CONTRACT = {
     "activation": ("silu_mul_backward", "silu_mul_forward"),
     "attention": ("attention_backward", "attention_forward"),
     "device": (
+        "Event",
         "accumulator",
         "array",
         "default_dtype",
         "device_name",
+        "download",
         "dtype_of",
         "empty",
         "host_buffer",
+        "is_asynchronous",
         "name",
         "synchronize",
         "to_numpy",
@@ -60,7 +63,7 @@ CONTRACT = {
     "random": ("fill_normal",),
     "returns": ("gae", "token_rewards", "whiten"),
     "rope": ("qk_norm_rope_backward", "qk_norm_rope_forward"),
-    "sampling": ("filter_logits", "sample"),
+    "sampling": ("filter_logits", "newest_tokens", "sample"),
     "score": ("score_backward", "score_forward"),
 }
 

@@ -16,6 +16,9 @@ class EngineConfig(Options):
         0.9, "share of the device's whole memory that this process may use in all: weights, training states, KV cache"
     )
     enforce_eager: bool = option(False, "decode without CUDA graphs")
+    async_scheduling: bool = option(
+        True, "launch a decode step before the results of the one before it are on the host (cuda)"
+    )
     exact: str = option(
         "auto",
         "log-probs of decoding equal training's in every bit (cuda): auto says where that fails, true raises there, "

@@ -24,6 +24,7 @@ from ..tokenizer import Tokenizer
 from .blocks import BlockManager
 from .calls import Prompt
 from .config import EngineConfig, SamplingParams
+from .copies import Results
 from .memory import planned
 from .request import Request, Sequence
 from .rows import Rows
@@ -65,6 +66,8 @@ class EngineCore:
         self.rows = Rows(model.backend, precise, rows, longest, config.block_size, vocab_size)
         self.scheduler = Scheduler(self.blocks, self.rows, config.max_num_batched_tokens)
         self.runner = ModelRunner(model, self.rows, config, self.vocab_size)
+        self._runs_ahead = config.async_scheduling and model.backend.is_asynchronous
+        self._flight: Results | None = None  # of a step that was launched and not looked at
         self.requests: dict[int, Request] = {}  # the unfinished ones
         self._seeds, self._ids = random.Random(config.seed), itertools.count()
         # by any thread, taken in at the beginning of a step: a sequence, and the one that it continues
@@ -178,22 +181,53 @@ class EngineCore:
                 self.scheduler.add(sequence)
 
     def _compute(self) -> None:
-        step = self.scheduler.schedule()
+        """One token for each row, and spans of prompts."""
+        flight = self._flight if self.rows.count else None  # where no row is left, nothing waits for the step in flight
+        if flight is None:
+            step = self.scheduler.schedule()
+            if step.spans or not self._runs_ahead or not self.rows.draw_plainly:
+                self._flight = None
+                return self._compute_now(step)
+            flight = self.runner.launch(step)
+            self.rows.count_on()
+        places = self.rows.places()
+        self._flight = self._launch_ahead(flight)
+        tokens, logprobs = flight.on_host()
+        num_rows = self.rows.count
+        tokens, logprobs = tokens[places], logprobs[places]
+        self._end_rows(self.rows.append(tokens, logprobs, self._flight is None), tokens, logprobs)
+        self._count(Step(num_rows))
+
+    def _launch_ahead(self, flight: Results) -> Results | None:
+        """Launch the step after the one in flight, so that the device does not wait for the host; None where that step
+        must know the tokens, or may be more than a token of each row.
+
+        A step of the engine looks at one step of the device, whether it launches another or not. So a row that has
+        ended is in at most one step in flight, where its token is discarded.
+        """
+        if self._added or not self.rows.draw_plainly or not self.rows.leave_out_ended():
+            return None
+        step = self.scheduler.schedule_ahead()
+        if step is None:
+            return None
+        ahead = self.runner.launch(step, flight)
+        self.rows.count_on()
+        return ahead
+
+    def _compute_now(self, step: Step) -> None:
         decoded, drawn = self.runner.run(step)
         if decoded is not None:
-            self._end_rows(*decoded)
+            self._end_rows(self.rows.advance(*decoded), *decoded)
         for span in step.spans:
             self.scheduler.computed(span.sequence, span.count)
         for span, tokens, logprobs in drawn:
             self._end_prompt(span.sequence, tokens, logprobs)
         self._count(step)
 
-    def _end_rows(self, tokens: np.ndarray, logprobs: np.ndarray) -> None:
-        """Append a token to each row, and take out the sequences that it ended."""
+    def _end_rows(self, found: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray) -> None:
+        """Look at the rows `found`, to which the tokens were appended; take out the sequences that have ended."""
         rows = self.rows
-        looked_at = [
-            (rows.sequences[row], int(tokens[row]), isfinite(logprobs[row])) for row in rows.advance(tokens, logprobs)
-        ]
+        looked_at = [(rows.sequences[row], int(tokens[row]), isfinite(logprobs[row])) for row in found]
         for seq, token, is_finite in looked_at:
             if is_finite:
                 seq.look_for_end(token)
@@ -238,7 +272,10 @@ class EngineCore:
             self.requests.pop(seq.request.request_id, None)
 
     def _restart(self) -> None:
-        """After an interrupted step: unfinished requests keep their tokens and compute their KV anew."""
+        """After an interrupted step: unfinished requests keep their tokens and compute their KV anew. Steps in flight
+        are forgotten: the device ends them before it begins another.
+        """
+        self._flight = None
         with self._turn:
             added = {sequence.request.request_id for sequence, _ in self._added}
             requests = [request for request in self.requests.values() if request.request_id not in added]
@@ -251,8 +288,10 @@ class EngineCore:
     def _count(self, step: Step) -> None:
         stats = self.stats
         stats.num_steps += 1
-        stats.num_prefill_tokens += sum(span.count for span in step.spans)
-        stats.num_generated_tokens += step.num_rows + sum(span.draws for span in step.spans)
+        stats.num_generated_tokens += step.num_rows
+        for span in step.spans:
+            stats.num_prefill_tokens += span.count
+            stats.num_generated_tokens += span.draws
         stats.num_cached_tokens = self.scheduler.num_cached_tokens
         stats.num_preemptions = self.scheduler.num_preemptions
 

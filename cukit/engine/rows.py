@@ -3,6 +3,9 @@
 Rows 0 … count - 1 are in use: a sequence that leaves is replaced by the last one. The step's
 input is one block of host memory: settings are written there when a row changes, positions are counted up in place, and
 one copy takes all of it to the device. Block tables stay on the device; only their changes are sent.
+
+A step may be in flight: launched, its tokens not on the host. The inputs are then those of the step after it, for which
+only the tokens are missing, and the device has those; a sequence grows when its token arrives.
 """
 
 from __future__ import annotations
@@ -11,21 +14,24 @@ from types import SimpleNamespace
 
 import numpy as np
 
+from .copies import Outbox
 from .request import Sequence
 
 # Name -> dtype of one entry a row; float stands for the model's accumulator. The widest first, so that each is aligned.
 FIELDS = {
     "slot_mapping": np.int64,  # where the newest token's keys and values go; -1: nowhere
     "seeds": np.uint64,
-    "draw_positions": np.int64,  # where in its sequence the drawn token will stand: the sequence's length
+    "draw_positions": np.int64,  # where in its sequence the drawn token will stand: how long it is for the device
     "temperature": float,
     "top_p": float,
     "min_p": float,
     "top_k": np.int32,
     "tokens": np.int32,  # the newest token; its KV is not computed yet
+    "sources": np.int32,  # the row's place in the step in flight, which draws the newest token; -1: `tokens` has it
     "positions": np.int32,
     "context_lens": np.int32,  # 0: a row that only fills the step up
 }
+UNUSED = {"slot_mapping": -1, "sources": -1}  # else 0
 COUNTED = ("slot_mapping", "draw_positions", "positions", "context_lens")  # one more each step
 SAMPLING = ("temperature", "top_k", "top_p", "min_p")  # as in SamplingParams
 
@@ -34,7 +40,7 @@ class Rows:
     """Room for `capacity` sequences of at most max_model_len tokens, in blocks of block_size.
 
     host.NAME, device.NAME: the FIELDS, over capacity rounded up to the device's row bucket; block_tables (rows, blocks)
-    int32 lies on the device. Unused rows have context 0, slot -1, and 0 elsewhere.
+    int32 lies on the device. Unused rows have context 0, slot and source -1, and 0 elsewhere.
     """
 
     def __init__(self, backend, precise, capacity: int, max_model_len: int, block_size: int, vocab_size: int):
@@ -43,12 +49,15 @@ class Rows:
         self.count, self.sequences = 0, []
         padded = backend.row_bucket(capacity)
         layout, nbytes = _layout(self._precise, padded)
-        self._host_bytes, self._device_bytes = backend.host_buffer(nbytes), backend.empty((nbytes,), np.uint8)
+        self._host_bytes, self._device_bytes = np.zeros(nbytes, np.uint8), backend.empty((nbytes,), np.uint8)
+        self._inputs = Outbox(backend, nbytes, np.uint8)
         self.host, self.device = _views(self._host_bytes, layout), _views(self._device_bytes, layout)
-        self.host.slot_mapping[:] = -1
+        for name, value in UNUSED.items():
+            getattr(self.host, name)[:] = value
         self._counted = [getattr(self.host, name) for name in COUNTED]
         # On the host only:
         self._numbers = np.arange(padded)
+        self._lengths = np.zeros(padded, np.int64)  # tokens that are on the host
         self._history = np.empty((padded, max_model_len), np.int32)  # tokens by position
         self._drawn = np.empty((padded, max_model_len), self._precise)  # log-prob of the token at that position
         self._room = np.zeros(padded, np.int64)  # tokens for which the row's blocks have room
@@ -61,7 +70,10 @@ class Rows:
         self._num_penalised = self._num_delayed = 0  # rows with a repetition penalty, with min_tokens
         self.block_tables = backend.zeros((padded, -(-max_model_len // block_size)), np.int32)
         self._stale: dict[Sequence, int] = {}  # sequence -> first column of its table that the device does not have
-        self._make_entries(padded)
+        self._entries, self._device_entries = (
+            Outbox(backend, 3 * padded, np.int32),
+            backend.empty((3 * padded,), np.int32),
+        )
 
     # ---- coming and going ----
 
@@ -75,7 +87,8 @@ class Rows:
         self._drawn[row, seq.prompt_length : length] = seq.drawn
         host = self.host
         host.tokens[row], host.positions[row] = seq.ids[-1], length - 1
-        host.context_lens[row] = host.draw_positions[row] = length
+        host.context_lens[row] = host.draw_positions[row] = self._lengths[row] = length
+        host.sources[row] = -1
         host.seeds[row] = seq.seed
         for name in SAMPLING:
             getattr(host, name)[row] = getattr(params, name)
@@ -104,11 +117,11 @@ class Rows:
         self.sequences.pop()
         self.count = last
         for name in FIELDS:
-            getattr(self.host, name)[last] = -1 if name == "slot_mapping" else 0
+            getattr(self.host, name)[last] = UNUSED.get(name, 0)
 
     def drop_newest(self, seq: Sequence) -> None:
         """Forget the token that was drawn last; the sequence leaves after this."""
-        self.host.draw_positions[seq.row] -= 1
+        self._lengths[seq.row] -= 1
 
     def clear(self) -> None:
         """Take all out, after an interrupted step."""
@@ -122,7 +135,7 @@ class Rows:
         length = seq.length
         self._history[target, :length] = self._history[source, :length]
         self._drawn[target, seq.prompt_length : length] = self._drawn[source, seq.prompt_length : length]
-        own = [self._room, self._limits, self._min_lengths, self._penalty, self._watched, self._stop_ids]
+        own = [self._lengths, self._room, self._limits, self._min_lengths, self._penalty, self._watched, self._stop_ids]
         for values in [*vars(self.host).values(), *own, *([] if self._seen is None else [self._seen])]:
             values[target] = values[source]
         seq.row = target
@@ -149,8 +162,9 @@ class Rows:
     # ---- blocks ----
 
     def without_place(self) -> list[Sequence]:
-        """The sequences that have no block for their newest token."""
-        found = np.flatnonzero(self.host.positions[: self.count] >= self._room[: self.count])
+        """The sequences that have no block for their newest token, and will compute it in the next step."""
+        n, host = self.count, self.host
+        (found,) = ((host.positions[:n] >= self._room[:n]) & (host.context_lens[:n] > 0)).nonzero()
         return [self.sequences[row] for row in found.tolist()]
 
     def has_place(self, seq: Sequence) -> bool:
@@ -175,7 +189,7 @@ class Rows:
 
     @property
     def longest(self) -> int:
-        return int(self.host.draw_positions[: self.count].max())
+        return int(self.host.context_lens[: self.count].max())
 
     def views(self, rows: int) -> SimpleNamespace:
         """What a step of `rows` rows reads on the device: the fields and block_tables (all columns)."""
@@ -184,14 +198,39 @@ class Rows:
 
     def upload(self) -> None:
         """Bring the inputs of the next step to the device."""
-        self._backend.upload(self._device_bytes, self._host_bytes)
+        self._inputs.send(self._device_bytes, self._host_bytes)
         if self._stale:
             self._send_block_tables()
 
-    def advance(self, tokens: np.ndarray, logprobs: np.ndarray) -> np.ndarray:
-        """Append a drawn token to each row; returns the rows to look at: those that end now or have a growing text."""
+    def count_on(self) -> None:
+        """The step with these inputs is in flight, and draws a token for each row: on to the inputs of the next one."""
         n, host = self.count, self.host
-        rows, lengths = self._numbers[:n], host.draw_positions[:n]
+        host.sources[:n] = self._numbers[:n]
+        for values in self._counted:
+            values[:n] += 1
+
+    def places(self) -> np.ndarray:
+        """The place of each row in the step in flight, (count,). Sequences that have left have no row."""
+        return self.host.sources[: self.count].copy()
+
+    def leave_out_ended(self) -> bool:
+        """Make rows that the step in flight ends by their length fill the next step up; False if no other row is left.
+
+        They leave when their token arrives.
+        """
+        n, host = self.count, self.host
+        ending = host.draw_positions[:n] >= self._limits[:n]
+        host.context_lens[:n][ending], host.slot_mapping[:n][ending] = 0, -1
+        return not ending.all()
+
+    def append(self, tokens: np.ndarray, logprobs: np.ndarray, is_newest: bool = True) -> np.ndarray:
+        """Append to each row the token that a step drew; returns the rows to look at: those that end now or have a
+        growing text. is_newest: no further step is in flight.
+        """
+        n = self.count
+        if is_newest:
+            self.host.tokens[:n], self.host.sources[:n] = tokens, -1
+        rows, lengths = self._numbers[:n], self._lengths[:n]
         self._history[rows, lengths] = tokens
         self._drawn[rows, lengths] = logprobs
         look = (self._stop_ids[:n] == tokens[:, None]).any(axis=1)
@@ -199,11 +238,14 @@ class Rows:
         look |= ~np.isfinite(logprobs)
         if self._num_penalised:
             self._seen[rows, tokens] = self._penalty[:n] != 1
-        host.tokens[:n] = tokens
-        for values in self._counted:
-            values[:n] += 1
+        lengths += 1
         look |= lengths >= self._limits[:n]
-        return np.flatnonzero(look)
+        return look.nonzero()[0]
+
+    def advance(self, tokens: np.ndarray, logprobs: np.ndarray) -> np.ndarray:
+        """count_on() and append(), for a step with its results at hand."""
+        self.count_on()
+        return self.append(tokens, logprobs)
 
     @property
     def draw_plainly(self) -> bool:
@@ -223,7 +265,7 @@ class Rows:
     # ---- what a sequence reads ----
 
     def length(self, row: int) -> int:
-        return int(self.host.draw_positions[row])
+        return int(self._lengths[row])
 
     def token_ids(self, row: int) -> np.ndarray:
         return self._history[row, : self.length(row)].copy()
@@ -233,26 +275,21 @@ class Rows:
 
     # ---- block tables ----
 
-    def _make_entries(self, count: int) -> None:
-        nbytes = 3 * count * np.dtype(np.int32).itemsize
-        self._host_entries = self._backend.host_buffer(nbytes).view(np.int32)
-        self._device_entries = self._backend.empty((3 * count,), np.int32)
-
     def _send_block_tables(self) -> None:
         """Send the changed entries as (row, column, block) and write them into the tables."""
-        rows, columns, blocks = [], [], []
+        rows: list[int] = []
+        columns: list[int] = []
+        blocks: list[int] = []
         for seq, first in self._stale.items():
-            table = seq.block_table
-            for column in range(first, len(table)):
-                rows.append(seq.row)
-                columns.append(column)
-                blocks.append(table[column])
+            changed = seq.block_table[first:]
+            rows += [seq.row] * len(changed)
+            columns += range(first, first + len(changed))
+            blocks += changed
         self._stale.clear()
         count = len(rows)
-        if 3 * count > len(self._host_entries):
-            self._make_entries(2 * count)
-        self._host_entries[: 3 * count] = rows + columns + blocks
-        self._backend.upload(self._device_entries[: 3 * count], self._host_entries[: 3 * count])
+        if 3 * count > len(self._device_entries):
+            self._device_entries = self._backend.empty((6 * count,), np.int32)
+        self._entries.send(self._device_entries[: 3 * count], rows + columns + blocks)
         entries = (self._device_entries[part * count : (part + 1) * count] for part in range(3))
         self._backend.update_block_tables(self.block_tables, *entries)
 

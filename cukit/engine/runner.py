@@ -2,6 +2,8 @@
 
 The rows' inputs stand ready in one buffer (rows.py). So a decode step is one copy, one forward pass and one draw; a
 device with graphs replays it as one launch. The spans of prompts take one more packed pass.
+
+What was drawn stays on the device, too: the step after the one in flight takes its tokens from there.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import numpy as np
 from ..autograd import Tensor, no_grad
 from ..models.attend import PagedDecode, PagedPrefill
 from .config import EngineConfig
+from .copies import Inbox, Results
 from .request import SEED_MASK
 from .rows import SAMPLING, Rows
 from .scheduler import Span, Step
@@ -36,6 +39,7 @@ class ModelRunner:
         self._wide = None  # copies of the weights as they were at the first step after weights_changed()
         self._steps: dict[tuple[int, int], tuple] = {}  # (rows, longest context) -> (device views, the step)
         self._graphs = self.backend.Graphs()
+        self._inbox = Inbox(self.backend, self.backend.row_bucket(rows.capacity), np.int32, self._precise)
 
     @property
     def cache_bytes(self) -> int:
@@ -65,27 +69,53 @@ class ModelRunner:
         Returns (tokens, logprobs) of the rows, (num_rows,) on the host, None without rows; and (span, tokens, logprobs)
         for each span that draws.
         """
+        flight = self.launch(step) if step.num_rows else None
+        if flight is None:
+            self._copy_blocks(step)
+        drawn = []
+        if step.spans:
+            with no_grad(), self._weights():
+                drawn = self._prefill(step.spans)
+        if flight is None:
+            return None, drawn
+        tokens, logprobs = flight.on_host()
+        return (tokens[: step.num_rows], logprobs[: step.num_rows]), drawn
+
+    def launch(self, step: Step, before: Results | None = None) -> Results:
+        """Begin to compute the rows of a step; returns its tokens and logprobs, (num_rows or more,) each, which the
+        device keeps until the next launch, and the host until the one after that. before: the results of the step in
+        flight, which draws the newest tokens.
+        """
+        self._copy_blocks(step)
+        rows = self.rows
+        device, compute = self._step_for(step.num_rows, rows.longest)
+        rows.upload()
+        if before is not None:
+            self.backend.newest_tokens(rows.device.tokens, rows.device.sources, before.on_device[0])
+        with no_grad(), self._weights():
+            drawn = compute() if rows.draw_plainly else self._decode_with_settings(device, step.num_rows)
+        return self._inbox.fetch(*drawn)
+
+    def _copy_blocks(self, step: Step) -> None:
         if step.copies:
             source, target = np.array(step.copies, np.int32).T
             self.backend.copy_blocks(self.kv, self.backend.array(source), self.backend.array(target))
+
+    def _weights(self):
+        """Within it the forward pass may use copies of the weights."""
         if self._wide is None:
             self._wide = self.backend.WideCopies([parameter.data for parameter in self.model.parameters()])
-        with no_grad(), self._wide:
-            decoded = self._decode(step.num_rows) if step.num_rows else None
-            return decoded, self._prefill(step.spans) if step.spans else []
+        return self._wide
 
     # ---- rows ----
 
-    def _decode(self, count: int) -> tuple[np.ndarray, np.ndarray]:
+    def _decode_with_settings(self, device, count: int) -> tuple:
+        """(tokens, logprobs) of a step in which some row bans a stop id or has a penalty, which no graph holds."""
         rows = self.rows
-        device, step = self._step_for(count, rows.longest)
-        rows.upload()
-        if rows.draw_plainly:
-            return self._on_host(*step(), count)
         on_device = [None if x is None else self.backend.array(x) for x in rows.draw_settings()]
         settings = [getattr(device, name)[:count] for name in (*SAMPLING, "seeds", "draw_positions")]
         logits = _decode_logits(self.model, self.kv, device, self.max_context_len)[:count]
-        return self._on_host(*self.backend.sample(logits, *settings, self.vocab_size, *on_device), count)
+        return self.backend.sample(logits, *settings, self.vocab_size, *on_device)
 
     def _step_for(self, count: int, longest: int) -> tuple:
         """(device views, step) for `count` rows of at most `longest` tokens; made for a power of two of chunks."""
@@ -149,7 +179,7 @@ class ModelRunner:
         seeds = [(span.sequence.seed + j) & SEED_MASK for span in spans for j in range(span.draws)]
         settings += [be.array(np.array(seeds, np.uint64)), repeated([len(s.sequence.ids) for s in spans], np.int64)]
         drawn = be.sample(logits, *settings, self.vocab_size, *self._bans_and_penalties(spans, draws))
-        tokens, logprobs = self._on_host(*drawn, len(seeds))
+        tokens, logprobs = map(be.to_numpy, drawn)
         ends = np.cumsum(draws)
         parts = zip(spans, np.split(tokens, ends[:-1]), np.split(logprobs, ends[:-1]), strict=True)
         return list(parts)
@@ -170,9 +200,6 @@ class ModelRunner:
                 row[seq.ids] = seq.request.params.repetition_penalty != 1
             penalty, seen = be.array(np.repeat(penalties, draws)), be.array(np.repeat(rows, draws, axis=0))
         return banned, penalty, seen
-
-    def _on_host(self, tokens, logprobs, count: int) -> tuple[np.ndarray, np.ndarray]:
-        return self.backend.to_numpy(tokens)[:count], self.backend.to_numpy(logprobs)[:count]
 
 
 def _cache_arrays(memory, model, num_blocks: int, block_size: int) -> list[tuple]:

@@ -71,6 +71,20 @@ class Scheduler:
         assert step.num_rows or step.spans or not self.has_work, "the scheduler found nothing to do"
         return step
 
+    def schedule_ahead(self) -> Step | None:
+        """The step after one whose tokens are not known, if it is a token of each row and nothing else; else None.
+
+        A row that turns out to have ended computes once too often: the KV of the token that ended it, into a block of
+        its own. That block and those before it may be released, kept or registered meanwhile: only blocks that are
+        whole without that token are registered, and a new owner writes later, since the device computes in order.
+        """
+        full = self.rows.without_place()
+        if self.prompts or self._sharing or len(full) > self.blocks.num_free or self._may_admit:
+            return None
+        if full:
+            self.rows.give_blocks(full, self.blocks.allocate_many(len(full)))
+        return Step(self.rows.count)
+
     # ---- what became of a step ----
 
     def computed(self, seq: Sequence, count: int) -> None:
@@ -149,6 +163,14 @@ class Scheduler:
         """Sequences that have a row, or will when their prompt is computed."""
         return self.rows.count + len(self.prompts)
 
+    @property
+    def _may_admit(self) -> bool:
+        """Whether schedule() would admit the first of the waiting sequences."""
+        if not self.waiting or self._num_running >= self.rows.capacity:
+            return False
+        seq = self.waiting[0]
+        return seq.is_ready or bool(self.held) or self._has_room(*self._wanted(seq))
+
     def _give_places(self, step: Step) -> None:
         """Make sure that each row has a block of its own for its newest token."""
         full = self.rows.without_place()
@@ -190,18 +212,14 @@ class Scheduler:
 
     def _admit_prompts(self, step: Step, budget: int) -> None:
         """Admit waiting sequences in order of arrival while there are rows, blocks and budget."""
-        blocks = self.blocks
         # The samples that prompts in progress are about to fork will want rows too.
         reserved = sum(map(num_forks, self.prompts))
         while self.waiting and budget > 0 and self.rows.capacity - self._num_running > reserved:
             seq = self.waiting[0]
             if seq.is_ready:  # it waits for _admit_ready
                 break
-            cached = [] if seq.block_table else blocks.match(seq.ids, seq.digests)
-            wanted = blocks.blocks_for(len(seq.ids)) - len(seq.block_table) - len(cached)
-            # Running sequences soon want blocks: without a margin the newcomer would be preempted right away.
-            margin = -(-self._num_running // 4)
-            if wanted + margin > blocks.num_free - blocks.num_free_among(cached):
+            cached, wanted = self._wanted(seq)
+            if not self._has_room(cached, wanted):
                 if self.held:
                     self._release(self.held.pop(0))
                 elif self._num_running or not self._preempt_waiting():
@@ -212,6 +230,16 @@ class Scheduler:
             self.prompts.sort(key=_order)
             reserved += num_forks(seq)
             budget -= self._add_span(step, seq, budget)
+
+    def _wanted(self, seq: Sequence) -> tuple[list[int], int]:
+        """The blocks that the prefix cache has for a waiting sequence, and how many more it needs."""
+        cached = [] if seq.block_table else self.blocks.match(seq.ids, seq.digests)
+        return cached, self.blocks.blocks_for(len(seq.ids)) - len(seq.block_table) - len(cached)
+
+    def _has_room(self, cached: list[int], wanted: int) -> bool:
+        """Running sequences soon want blocks: without a margin the newcomer would be preempted right away."""
+        margin = -(-self._num_running // 4)
+        return wanted + margin <= self.blocks.num_free - self.blocks.num_free_among(cached)
 
     def _preempt_waiting(self) -> bool:
         """Release the blocks of the waiting sequence that arrived last and has some; False if none has."""

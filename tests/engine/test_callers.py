@@ -13,6 +13,8 @@ from cukit.engine.llm import LLM
 
 from .helpers import HashModel, check_engine, qwen_tokenizer, reciting_llm
 
+pytestmark = pytest.mark.usefixtures("order")
+
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10]]
 OTHERS = [[11, 12], [13, 14, 15]]
 
@@ -331,6 +333,7 @@ def test_turns_are_given_in_the_order_of_asking():
         assert order == ["other", "first again"]
 
 
+@pytest.mark.parametrize("order", ["in turn", "at once"], indirect=True)
 def test_a_steady_step_costs_the_same_calls_for_any_number_of_rows():
     """No Python per row or token while rows only decode."""
 

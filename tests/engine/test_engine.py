@@ -12,6 +12,8 @@ from cukit.models.weights import load_model
 
 from .helpers import GOLDEN, TINY_MODELS, random_prompts, tiny_llm, tiny_model
 
+pytestmark = pytest.mark.usefixtures("order")
+
 SAMPLED = SamplingParams(temperature=0.9, top_p=0.95, max_tokens=20, seed=7, logprobs=True)
 
 

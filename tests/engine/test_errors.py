@@ -12,6 +12,8 @@ from cukit.engine.llm import LLM
 
 from .helpers import HashModel, ScriptModel, check_engine, check_sample, qwen_tokenizer, tiny_llm, tiny_model
 
+pytestmark = pytest.mark.usefixtures("order")
+
 PROMPTS = [[number, 1, 2] for number in range(8)]
 
 

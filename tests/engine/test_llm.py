@@ -22,6 +22,8 @@ from .helpers import (
     tiny_model,
 )
 
+pytestmark = pytest.mark.usefixtures("order")
+
 GREEDY = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
 
 

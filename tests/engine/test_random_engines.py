@@ -8,6 +8,8 @@ from cukit.engine.llm import LLM
 
 from .helpers import HashModel, check_engine, tiny_llm
 
+pytestmark = pytest.mark.usefixtures("order")
+
 CASES, QUICK = 200, 50  # all of them, and those of a plain `pytest`; CI runs all
 
 
@@ -128,7 +130,12 @@ def test_e2_samples_that_cannot_all_hold_their_prompt():
     assert [sample.token_ids for sample in out.outputs] == [sample.token_ids for sample in free.outputs]
 
 
-@pytest.mark.parametrize("where", ["run", "advance", "schedule"])
+@pytest.mark.parametrize(
+    "order, where",
+    [("in turn", where) for where in ("run", "advance", "schedule")]
+    + [("ahead", where) for where in ("launch", "append", "count_on", "leave_out_ended", "schedule_ahead")],
+    indirect=["order"],
+)
 def test_an_interrupted_step_loses_nothing(where, monkeypatch):
     """Ctrl-C anywhere in a step: all blocks come back, and the other requests go on to the same tokens, one included
     that another thread added during the step.
@@ -144,7 +151,7 @@ def test_an_interrupted_step_loses_nothing(where, monkeypatch):
         requests = [llm.add_request(prompt, params) for prompt in prompts]
         for _ in range(number):
             llm.step()
-        owner = {"run": core.runner, "advance": core.rows, "schedule": core.scheduler}[where]
+        owner = next(owner for owner in (core.runner, core.rows, core.scheduler) if hasattr(owner, where))
         plain = getattr(owner, where)
 
         def interrupted(*args, plain=plain, llm=llm, requests=requests):

@@ -9,6 +9,8 @@ from cukit.tokenizer import text_after
 
 from .helpers import byte_tokens, qwen_tokenizer, reciting_llm
 
+pytestmark = pytest.mark.usefixtures("order")
+
 
 def generate(text, stop, stream=False, **options):
     """(the sample that recites `text`, its deltas)."""

@@ -11,6 +11,7 @@ from ..dtypes import resolve
 
 name = "cuda"
 default_dtype = "bfloat16"
+is_asynchronous = True  # whether the device computes while the host goes on
 
 
 def dtype_of(dtype):
@@ -46,6 +47,28 @@ def host_buffer(nbytes: int):
 def upload(target, host):
     """Copy `host` into the device array `target`; `host` must not change until the device's next results are read."""
     target.set(host, stream=cp.cuda.get_current_stream())
+
+
+def download(host, source):
+    """Start to copy the device array `source` into `host` (page-locked), which an Event that is recorded after this
+    makes readable.
+    """
+    source.get(out=host, blocking=False)
+
+
+class Event:
+    """A moment in the order of what the device was told."""
+
+    def __init__(self):
+        self._event = cp.cuda.Event(disable_timing=True)
+
+    def record(self) -> None:
+        """The moment is now: after all that the device was told so far."""
+        self._event.record()
+
+    def wait(self) -> None:
+        """Wait until the device is past that moment; not at all if there was none."""
+        self._event.synchronize()
 
 
 def synchronize():

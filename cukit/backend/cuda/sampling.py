@@ -11,6 +11,7 @@ from .device import empty
 from .loader import load
 
 THREADS = source_constant("sampling", "LOGITS_THREADS")
+TOKEN_THREADS = 256
 
 
 def sample(
@@ -46,6 +47,12 @@ def sample(
         num_rows, THREADS, tokens, logprobs, logits, *arrays, stride, vocab_size, num_banned
     )
     return tokens, logprobs
+
+
+def newest_tokens(tokens, sources, drawn):
+    """tokens[i] = drawn[sources[i]], in place, where sources[i] is not -1; all int32, tokens and sources (n)."""
+    count = len(tokens)
+    load("sampling").newest_tokens(-(-count // TOKEN_THREADS), TOKEN_THREADS, tokens, sources, drawn, count)
 
 
 def filter_logits(scaled_logits, top_k, top_p, min_p):

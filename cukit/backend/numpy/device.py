@@ -10,6 +10,7 @@ from ..dtypes import resolve
 
 name = "cpu"
 default_dtype = "float32"
+is_asynchronous = False  # whether the device computes while the host goes on
 
 
 def dtype_of(dtype):
@@ -43,6 +44,21 @@ def host_buffer(nbytes: int):
 def upload(target, host):
     """Copy `host` into the device array `target`; `host` must not change until the device's next results are read."""
     target[...] = host
+
+
+def download(host, source):
+    """Start to copy the device array `source` into `host`, which an Event that is recorded after this makes readable."""
+    host[...] = source
+
+
+class Event:
+    """A moment in the order of what the device was told."""
+
+    def record(self) -> None:
+        """The moment is now: after all that the device was told so far."""
+
+    def wait(self) -> None:
+        """Wait until the device is past that moment; not at all if there was none."""
 
 
 def synchronize():

@@ -61,6 +61,12 @@ def sample(
     return tokens.astype(np.int32), logprobs
 
 
+def newest_tokens(tokens, sources, drawn):
+    """tokens[i] = drawn[sources[i]], in place, where sources[i] is not -1; all int32, tokens and sources (n)."""
+    taken = sources >= 0
+    tokens[taken] = drawn[sources[taken]]
+
+
 def filter_logits(scaled_logits, top_k, top_p, min_p):
     """Set filtered entries of scaled_logits (B, V) to -inf: by top-k, then top-p of the rest, then min-p of the rest.
 
