@@ -181,33 +181,29 @@ class EngineCore:
                 self.scheduler.add(sequence)
 
     def _compute(self) -> None:
-        """One token for each row, and spans of prompts."""
-        flight = self._flight if self.rows.count else None  # where no row is left, nothing waits for the step in flight
+        """One token for each row, and spans of prompts.
+
+        On a device that computes while the host goes on, steps of rows alone are launched ahead: each call looks at one
+        step, and launches the one after it first. So a row that has ended is in at most one step more, where its token
+        is discarded. Rows come only while no step is in flight.
+        """
+        flight = self._flight if self.rows.count else None  # nothing waits for a step without a row
         if flight is None:
             step = self.scheduler.schedule()
             if step.spans or not self._runs_ahead or not self.rows.draw_plainly:
-                self._flight = None
                 return self._compute_now(step)
             flight = self.runner.launch(step)
             self.rows.count_on()
         places = self.rows.places()
         self._flight = self._launch_ahead(flight)
-        tokens, logprobs = flight.on_host()
-        num_rows = self.rows.count
-        tokens, logprobs = tokens[places], logprobs[places]
+        done = Step(self.rows.count)
+        tokens, logprobs = (on_host[places] for on_host in flight.on_host())
         self._end_rows(self.rows.append(tokens, logprobs, self._flight is None), tokens, logprobs)
-        self._count(Step(num_rows))
+        self._count(done)
 
     def _launch_ahead(self, flight: Results) -> Results | None:
-        """Launch the step after the one in flight, so that the device does not wait for the host; None where that step
-        must know the tokens, or may be more than a token of each row.
-
-        A step of the engine looks at one step of the device, whether it launches another or not. So a row that has
-        ended is in at most one step in flight, where its token is discarded.
-        """
-        if self._added or not self.rows.draw_plainly or not self.rows.leave_out_ended():
-            return None
-        step = self.scheduler.schedule_ahead()
+        """Launch the step after the one in flight, if it is a token of each row that goes on, and nothing else."""
+        step = self.scheduler.schedule_ahead() if self.rows.leave_out_ended() else None
         if step is None:
             return None
         ahead = self.runner.launch(step, flight)
@@ -215,6 +211,7 @@ class EngineCore:
         return ahead
 
     def _compute_now(self, step: Step) -> None:
+        self._flight = None
         decoded, drawn = self.runner.run(step)
         if decoded is not None:
             self._end_rows(self.rows.advance(*decoded), *decoded)

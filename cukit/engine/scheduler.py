@@ -79,8 +79,9 @@ class Scheduler:
         whole without that token are registered, and a new owner writes later, since the device computes in order.
         """
         full = self.rows.without_place()
-        if self.prompts or self._sharing or len(full) > self.blocks.num_free or self._may_admit:
+        if self.prompts or len(full) > self.blocks.num_free or self._may_admit:
             return None
+        assert not self._sharing, "a row came while a step was in flight"
         if full:
             self.rows.give_blocks(full, self.blocks.allocate_many(len(full)))
         return Step(self.rows.count)

@@ -9,10 +9,12 @@ from .late_device import LateDevice
 
 @pytest.fixture(params=["in turn", "ahead"])
 def order(request, monkeypatch):
-    """ "in turn": as on a CPU. "ahead": as on a device that computes while the host goes on, and as late as it may. "at
-    once": the same order on a device that has always computed already.
+    """in turn: as on a CPU. ahead: as on a device that computes while the host goes on, and as late as it may; the
+    fixture is that device. at once: the same order on a device that computes at once.
     """
     monkeypatch.setattr(backend, "is_asynchronous", request.param != "in turn")
     if request.param == "ahead":
-        LateDevice().take_over(monkeypatch)
-    return request.param
+        device = LateDevice()
+        device.take_over(monkeypatch)
+        return device
+    return None

@@ -1,5 +1,5 @@
-"""A device that does what it is told in order, but not before somebody waits for it: what the host wrote too early, read
-too early or gave back too early shows in the results.
+"""A device that does what it is told in order, but not before the host waits for it. What the host writes, reads or
+gives back too early shows in the results.
 """
 
 import threading
@@ -54,6 +54,11 @@ class LateDevice:
             monkeypatch.setattr(backend, name, function)
         make_step = ModelRunner._make_step
         monkeypatch.setattr(ModelRunner, "_make_step", lambda runner, *key: self._late_step(*make_step(runner, *key)))
+
+    @property
+    def num_waiting(self):
+        """Of what it was told, how much it has not done."""
+        return len(self._orders)
 
     def _late_step(self, device, step):
         rows = len(device.tokens)

@@ -34,7 +34,8 @@ def random_params(rng, room):
 
 def roomy(model, prompt, params):
     """[(tokens, log-probs, reason)] of a request alone in an engine with room for everything."""
-    llm = LLM.from_model(model, None, max_model_len=params_len(model), num_kv_blocks=400, block_size=16)
+    options = {"max_model_len": params_len(model), "num_kv_blocks": 400, "block_size": 16, "async_scheduling": False}
+    llm = LLM.from_model(model, None, **options)
     (request,) = llm.run([prompt], params)
     return outcome(request)
 
