@@ -108,6 +108,9 @@ def test_what_is_in_flight_is_left_alone(order):
         llm.abort(request.request_id)
     check_engine(llm)
     assert llm.core.blocks.num_free == 400
+    request = llm.add_request([1], params(max_tokens=1))
+    llm.step()
+    assert request.finished, "the step waited for the one in flight, which is nobody's"
     expected = [outcome(request) for request in make_llm(async_scheduling=False).run(PROMPTS, params())]
     assert [outcome(request) for request in llm.run(PROMPTS, params())] == expected
     llm.add_request([1], params())

@@ -89,6 +89,7 @@ def attention(dtype, heads, kv_heads, dim, lengths):
     )
     entries = (be.array(np.arange(len(lengths), dtype=np.int32)) for _ in range(3))
     be.update_block_tables(be.zeros((len(lengths), len(lengths)), np.int32), *entries)
+    be.newest_tokens(*(be.array(np.arange(len(lengths), dtype=np.int32)) for _ in range(3)))
     be.copy_blocks([tuple(caches)], be.array(np.array([1], np.int32)), be.array(np.array([0], np.int32)))
 
 

@@ -190,6 +190,19 @@ def test_penalty_and_bans_equal_numpys(temperature):
             assert not (tokens[:, None] == banned).any()
 
 
+@pytest.mark.parametrize("count", [1, 7, 255, 256, 257, 3001])
+def test_newest_tokens(count):
+    rng = np.random.default_rng(count)
+    given = [rng.integers(0, 99, count), rng.integers(-1, 2 * count, count), rng.integers(0, 10**6, 2 * count)]
+    found = []
+    for device in ("cuda", "cpu"):
+        backend = backend_for(device)
+        tokens, sources, drawn = (backend.array(x, np.int32) for x in given)
+        backend.newest_tokens(tokens, sources, drawn)
+        found.append(backend.to_numpy(tokens).tolist())
+    assert found[0] == found[1]
+
+
 def test_edges():
     """Ties go to the lowest id, greedy ignores filters, a row of which nothing is left gives id 0, an empty batch is
     empty.

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from check import BAD_ROWS
 
-from cukit.backend.numpy import filter_logits, sample
+from cukit.backend.numpy import filter_logits, newest_tokens, sample
 from cukit.backend.numpy.sampling import _philox4x32, _philox_words
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "sampling_filters.npz"
@@ -150,6 +150,14 @@ def test_repetition_penalty_as_transformers():
     tokens, logprobs = draw(logits, temperature=0.0, repetition_penalty=np.array([1.5]), seen=seen)
     assert tokens[0] == 1
     np.testing.assert_allclose(logprobs, np.log(softmax(logits))[0, 1])
+
+
+def test_newest_tokens():
+    tokens, drawn = np.array([1, 2, 3, 4], np.int32), np.array([50, 60, 70], np.int32)
+    newest_tokens(tokens, np.array([2, -1, 0, 2], np.int32), drawn)
+    assert tokens.tolist() == [70, 2, 50, 70]
+    newest_tokens(tokens, np.full(4, -1, np.int32), drawn)
+    assert tokens.tolist() == [70, 2, 50, 70]
 
 
 def test_empty_batch():
