@@ -185,7 +185,7 @@ class EngineCore:
 
         On a device that computes while the host goes on, steps of rows alone are launched ahead: each call looks at one
         step, and launches the one after it first. So a row that has ended is in at most one step more, where its token
-        is discarded. Rows come only while no step is in flight.
+        is discarded. Rows that come for the step ahead stand behind those of the step in flight.
         """
         flight = self._flight if self.rows.count else None  # nothing waits for a step without a row
         if flight is None:
@@ -196,10 +196,9 @@ class EngineCore:
             self.rows.count_on()
         places = self.rows.places()
         self._flight = self._launch_ahead(flight)
-        done = Step(self.rows.count)
         tokens, logprobs = (on_host[places] for on_host in flight.on_host())
         self._end_rows(self.rows.append(tokens, logprobs, self._flight is None), tokens, logprobs)
-        self._count(done)
+        self._count(Step(len(places)))
 
     def _launch_ahead(self, flight: Results) -> Results | None:
         """Launch the step after the one in flight, if it is a token of each row that goes on, and nothing else."""

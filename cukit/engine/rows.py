@@ -210,7 +210,7 @@ class Rows:
             values[:n] += 1
 
     def places(self) -> np.ndarray:
-        """The place of each row in the step in flight, (count,). Sequences that have left have no row."""
+        """The place of each row in the step in flight, (count,). Sequences that have left since have no row."""
         return self.host.sources[: self.count].copy()
 
     def leave_out_ended(self) -> bool:
@@ -224,10 +224,10 @@ class Rows:
         return not ending.all()
 
     def append(self, tokens: np.ndarray, logprobs: np.ndarray, is_newest: bool = True) -> np.ndarray:
-        """Append to each row the token that a step drew; returns the rows to look at: those that end now or have a
-        growing text. is_newest: no further step is in flight.
+        """Append to each of the first rows the token that a step drew; returns those to look at, since they end now or
+        have a growing text. is_newest: no further step is in flight.
         """
-        n = self.count
+        n = len(tokens)
         if is_newest:
             self.host.tokens[:n], self.host.sources[:n] = tokens, -1
         rows, lengths = self._numbers[:n], self._lengths[:n]

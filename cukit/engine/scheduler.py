@@ -60,7 +60,7 @@ class Scheduler:
         step = Step()
         self._admit_ready()
         preemptions_before = self.num_preemptions
-        self._give_places(step)
+        self._give_places(step, self.rows.without_place())
         step.num_rows = self.rows.count
         budget = self.max_num_batched_tokens - step.num_rows
         for seq in self.prompts:
@@ -72,19 +72,21 @@ class Scheduler:
         return step
 
     def schedule_ahead(self) -> Step | None:
-        """The step after one whose tokens are not known, if it is a token of each row and nothing else; else None.
+        """The step after one whose tokens are not known, if it is a token of each row, without bans and penalties, and
+        takes no sequence's blocks; else None.
 
         A row that turns out to have ended computes once too often: the KV of the token that ended it, into a block of
         its own. That block and those before it may be released, kept or registered meanwhile: only blocks that are
         whole without that token are registered, and a new owner writes later, since the device computes in order.
         """
+        self._admit_ready()
         full = self.rows.without_place()
-        if self.prompts or len(full) > self.blocks.num_free or self._may_admit:
+        has_blocks = len(full) + len(self._sharing) <= self.blocks.num_free
+        if self.prompts or not has_blocks or not self.rows.draw_plainly or self._may_admit:
             return None
-        assert not self._sharing, "a row came while a step was in flight"
-        if full:
-            self.rows.give_blocks(full, self.blocks.allocate_many(len(full)))
-        return Step(self.rows.count)
+        step = Step(self.rows.count)
+        self._give_places(step, full)
+        return step
 
     # ---- what became of a step ----
 
@@ -166,17 +168,16 @@ class Scheduler:
 
     @property
     def _may_admit(self) -> bool:
-        """Whether schedule() would admit the first of the waiting sequences."""
+        """Whether schedule() would admit the prompt that waits first."""
         if not self.waiting or self._num_running >= self.rows.capacity:
             return False
-        seq = self.waiting[0]
-        return seq.is_ready or bool(self.held) or self._has_room(*self._wanted(seq))
+        return bool(self.held) or self._has_room(*self._wanted(self.waiting[0]))
 
-    def _give_places(self, step: Step) -> None:
-        """Make sure that each row has a block of its own for its newest token."""
-        full = self.rows.without_place()
-        if full and len(full) <= self.blocks.num_free and not self._sharing:
-            self.rows.give_blocks(full, self.blocks.allocate_many(len(full)))
+    def _give_places(self, step: Step, full: list[Sequence]) -> None:
+        """Make sure that each row has a block of its own for its newest token; those of `full` have none."""
+        if len(full) <= self.blocks.num_free and not self._sharing:
+            if full:
+                self.rows.give_blocks(full, self.blocks.allocate_many(len(full)))
             return
         wanting = {seq: None for seq in [*full, *self._sharing]}
         for seq in sorted(wanting, key=_order):

@@ -96,6 +96,39 @@ def test_waiting_requests_without_room_do_not_hold_up_the_device(order):
         assert sum(ahead for _, ahead in found) > 0.7 * len(found)
 
 
+@pytest.mark.parametrize("order", ["ahead", "at once"], indirect=True)
+@pytest.mark.parametrize("length", [5, 8])
+def test_samples_that_wait_for_a_row_do_not_hold_up_the_device(length):
+    """30 samples of a prompt for 6 rows: one takes the place of another while a step is in flight, and copies the last
+    block of the prompt. The prompt's step alone is not overlapped.
+    """
+    given = params(n=30, stop_token_ids=[1, 2, 3], max_tokens=20)
+    prompt = list(range(length))
+    (expected,) = make_llm(async_scheduling=False).run([prompt], given)
+    assert len({seq.length for seq in expected.sequences}) > 10
+    llm = make_llm(max_num_seqs=6)
+    found = launches(llm)
+    (request,) = llm.run([prompt], given)
+    assert outcome(request) == outcome(expected)
+    assert [ahead for _, ahead in found] == [False] + [True] * (len(found) - 1)
+    decoded = [seq.num_generated - 1 for seq in expected.sequences]
+    overrun = sum(seq.finish_reason == "stop" and 1 < seq.num_generated < 20 for seq in expected.sequences)
+    assert sum(count for count, _ in found) == sum(decoded) + overrun
+    check_engine(llm)
+
+
+@pytest.mark.parametrize("order", ["ahead"], indirect=True)
+def test_a_sample_that_needs_the_tokens_on_the_host_comes_alone(order):
+    """A penalty counts all tokens: its rows come while steps are in flight, which then are overlapped no more."""
+    given = [params(n=9, repetition_penalty=1.5, max_tokens=12), params(n=4, min_tokens=3, stop_token_ids=[5, 6])]
+    prompts = [[7, 8, 9, 10, 11], [1, 2]]
+    expected = [outcome(request) for request in make_llm(async_scheduling=False).run(prompts, given)]
+    llm = make_llm(max_num_seqs=4)
+    found = launches(llm)
+    assert [outcome(request) for request in llm.run(prompts, given)] == expected
+    assert {ahead for _, ahead in found} == {False, True}
+
+
 @pytest.mark.parametrize("order", ["ahead"], indirect=True)
 def test_what_is_in_flight_is_left_alone(order):
     """An engine that is dropped, and one whose requests all end by an abort."""
