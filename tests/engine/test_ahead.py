@@ -144,8 +144,8 @@ def test_a_row_with_a_penalty_comes_while_a_step_is_in_flight():
 
 @pytest.mark.parametrize("order", ["ahead"], indirect=True)
 def test_no_sequence_loses_its_blocks_to_a_step_ahead(monkeypatch):
-    """In pools with room for few samples: where one must give way, what is in flight is looked at first. Among the cases
-    are those in which a sample that comes needs one block too many.
+    """In pools with room for few samples: where one must give way, what is in flight is looked at first. Among the
+    cases are some in which a sample that comes needs one block too many.
     """
     refused = 0
     for seed in (0, 1, 2, 5, 21, 34, 40, 43, 48, 50, 64, 84):

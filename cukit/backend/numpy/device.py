@@ -42,12 +42,16 @@ def host_buffer(nbytes: int):
 
 
 def upload(target, host):
-    """Copy `host` into the device array `target`; `host` must not change until the device's next results are read."""
+    """Copy `host` into the device array `target`. `host` must not change until what the device is told after this is
+    done: an Event says when.
+    """
     target[...] = host
 
 
 def download(host, source):
-    """Start to copy the device array `source` into `host`, which an Event that is recorded after this makes readable."""
+    """Start to copy the device array `source` into `host`, which host_buffer() gave. An Event that is recorded after
+    this says when it is there.
+    """
     host[...] = source
 
 
