@@ -20,11 +20,12 @@ from cukit.commands.generate import GenerateOptions, generate
 from cukit.commands.kernels import KernelsOptions, kernels_build
 from cukit.commands.parser import parse, resolve
 from cukit.commands.report import ReportOptions, report
-from cukit.commands.train import TrainFiles, grpo, ppo, sft
+from cukit.commands.train import TrainFiles, grpo, ppo, reward, sft
 from cukit.runs.progress import show_log_lines
 from cukit.trainers.config import SFTConfig
 from cukit.trainers.grpo_config import GRPOConfig
 from cukit.trainers.ppo_config import PPOConfig
+from cukit.trainers.reward_config import RewardConfig
 
 COMMANDS = {
     "grpo": Command(
@@ -61,6 +62,18 @@ COMMANDS = {
         ),
         recipe="data/recipes/tiny-sft.yaml",
         bundled={"data": "data/arithmetic/sft.jsonl"},
+    ),
+    "reward": Command(
+        reward,
+        "train a reward model on pairs of answers",
+        (TrainFiles, RewardConfig),
+        examples=(
+            "cukit reward                                # the bundled model on bundled pairs, about a minute",
+            "cukit reward --model FOLDER --data pairs.jsonl --eval_data held_out.jsonl --eval_steps 100",
+            "cukit reward --model FOLDER --data trl-lib/ultrafeedback_binarized --center_rewards_coefficient 0.01",
+        ),
+        recipe="data/recipes/tiny-reward.yaml",
+        bundled={"data": "data/arithmetic/pairs.jsonl", "eval_data": "data/arithmetic/test-pairs.jsonl"},
     ),
     "chat": Command(
         chat,

@@ -17,6 +17,8 @@ _PUBLIC_NAMES = {
     "GRPOTrainer": "cukit.trainers.grpo",
     "PPOConfig": "cukit.trainers.ppo_config",
     "PPOTrainer": "cukit.trainers.ppo",
+    "RewardConfig": "cukit.trainers.reward_config",
+    "RewardTrainer": "cukit.trainers.reward",
     "SFTConfig": "cukit.trainers.config",
     "SFTTrainer": "cukit.trainers.sft",
     "TrainerConfig": "cukit.trainers.config",

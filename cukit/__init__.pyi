@@ -10,6 +10,8 @@ from .trainers.grpo import GRPOTrainer as GRPOTrainer
 from .trainers.grpo_config import GRPOConfig as GRPOConfig
 from .trainers.ppo import PPOTrainer as PPOTrainer
 from .trainers.ppo_config import PPOConfig as PPOConfig
+from .trainers.reward import RewardTrainer as RewardTrainer
+from .trainers.reward_config import RewardConfig as RewardConfig
 from .trainers.sft import SFTTrainer as SFTTrainer
 from .trainers.trainer import TrainerCallback as TrainerCallback
 

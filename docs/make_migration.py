@@ -14,7 +14,7 @@ from cukit.commands.trl_table import NOT_NEEDED, NOT_YET, ROWS, TAKEN, Row  # no
 PAGE = ROOT / "docs/MIGRATION.md"
 BEGIN, END = "<!-- made by docs/make_migration.py -->", "<!-- end -->"
 FIELDS = json.loads((ROOT / "tests/commands/trl_fields.json").read_text())
-KNOWN = {name: command_options(cukit_cli.COMMANDS[name]) for name in ("grpo", "sft")}
+KNOWN = {name: command_options(cukit_cli.COMMANDS[name]) for name in ("grpo", "sft", "reward")}
 
 
 def with_tables(page: str) -> str:
@@ -48,10 +48,11 @@ def commands_of(row: Row) -> list[str]:
 
 
 def shown(row: Row) -> str:
-    """A name, with the values that are accepted if not all are, and its command if it is one's only."""
+    """A name, with the values that are accepted if not all are, and its commands if they are not all."""
     values = ", ".join(map(str, row.accepted or ())) if row.kind == NOT_NEEDED else ""
     commands = commands_of(row)
-    return f"`{row.name}{f'={values}' if values else ''}`" + (f" ({commands[0]})" if len(commands) == 1 else "")
+    shown_commands = f" ({', '.join(commands)})" if len(commands) < len(KNOWN) else ""
+    return f"`{row.name}{f'={values}' if values else ''}`" + shown_commands
 
 
 if __name__ == "__main__":

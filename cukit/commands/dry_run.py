@@ -37,7 +37,7 @@ def without_weights(trainer_class: Any, args: TrainerConfig, read: dict[str, str
     from ..tokenizer import Tokenizer
 
     tokenizer = Tokenizer.from_folder(model_folder(read["model"], weights=False))
-    shape = model_shape(read["model"], args.device, args.dtype)
+    shape = model_shape(read["model"], args.device, args.dtype, trainer_class.head)
     shape.vocab_size = min(shape.vocab_size, tokenizer.vocab_size)
     policy = SimpleNamespace(name="policy", model=shape, optimizer=None)
     parts = {"args": args, "model": shape, "models": {"policy": policy}, "tokenizer": tokenizer, "progress": None}
@@ -48,12 +48,12 @@ def without_weights(trainer_class: Any, args: TrainerConfig, read: dict[str, str
     return trainer
 
 
-def model_shape(model: str, device: str, dtype: str) -> SimpleNamespace:
+def model_shape(model: str, device: str, dtype: str, head: str = "lm_head") -> SimpleNamespace:
     """What planning needs of a Decoder: config, vocab_size, backend, dtype."""
     from ..backend import backend_for
     from ..models.weights import load_config
 
-    config, backend = load_config(model), backend_for(device)
+    config, backend = load_config(model, head), backend_for(device)
     return SimpleNamespace(config=config, vocab_size=config.vocab_size, backend=backend, dtype=backend.dtype_of(dtype))
 
 

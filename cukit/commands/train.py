@@ -1,4 +1,4 @@
-"""grpo, ppo and sft: train, and say how to talk to the result."""
+"""grpo, ppo, sft and reward: train, and say how to use the result."""
 
 import shlex
 import sys
@@ -9,6 +9,7 @@ from ..options import Options, option
 from ..trainers.config import SFTConfig, TrainerConfig
 from ..trainers.grpo_config import GRPOConfig
 from ..trainers.ppo_config import PPOConfig
+from ..trainers.reward_config import RewardConfig
 from .dry_run import show_training
 from .parser import make
 
@@ -49,6 +50,12 @@ def sft(values: dict[str, Any]) -> int:
     return _train(values, make(SFTConfig, values), SFTTrainer)
 
 
+def reward(values: dict[str, Any]) -> int:
+    from ..trainers.reward import RewardTrainer
+
+    return _train(values, make(RewardConfig, values), RewardTrainer)
+
+
 def _train(values: dict[str, Any], args: TrainerConfig, trainer_class: Any, **more: Any) -> int:
     from ..datasets.sources import load_rows
     from ..runs.checkpoint import newest_model
@@ -79,7 +86,11 @@ def _train(values: dict[str, Any], args: TrainerConfig, trainer_class: Any, **mo
     if Path(trainer.run_folder).is_dir():  # a run that was stopped before its first step leaves none
         print(f"run folder: {trainer.run_folder}")
     if newest_model(trainer.run_folder):
-        print(f"talk to it: {program()} chat --model {shlex.quote(str(trainer.run_folder))}")
+        is_reward = trainer.head == "score"
+        use = (
+            f"train with it: {program()} grpo --reward_funcs" if is_reward else f"talk to it: {program()} chat --model"
+        )
+        print(f"{use} {shlex.quote(str(trainer.run_folder))}")
     return 0 if trainer.finished else 130
 
 

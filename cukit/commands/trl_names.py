@@ -55,8 +55,7 @@ def translated(given: Mapping[str, Any], known: Iterable[str], where: str = "", 
     known = list(known)
     found = Translated({name: value for name, value in given.items() if name in known})
     foreign = {name: value for name, value in given.items() if name not in known}
-    if rewards := found.values.get("reward_funcs"):
-        found.values["reward_funcs"] = [_reward(one) for one in (rewards if isinstance(rewards, list) else [rewards])]
+    _take_rewards(found, foreign, known)
     _take_data(found, foreign, known, where, prefix)
     revision = foreign.pop("model_revision", None) if "model" in known else None
     for name, value in foreign.items():
@@ -136,6 +135,18 @@ def _take_data(found: Translated, foreign: dict[str, Any], known: list[str], whe
 def _source(name: Any, config: Any, split: Any) -> str:
     """NAME:CONFIG:SPLIT without what is not given at its end."""
     return ":".join(str(part or "") for part in (name, config, split)).rstrip(":")
+
+
+def _take_rewards(found: Translated, foreign: dict[str, Any], known: list[str]) -> None:
+    """reward_funcs with TRL's dotted paths as files, and TRL's options for a reward model as more of them."""
+    rewards = found.values.get("reward_funcs") or []
+    rewards = [_reward(one) for one in (rewards if isinstance(rewards, list) else [rewards])]
+    for name in ("reward_model_path", "reward_model_name_or_path") if "reward_funcs" in known else ():
+        if not _is_off(model := foreign.pop(name, None)):
+            rewards.append(model)
+            found.taken[name] = "reward_funcs"
+    if rewards:
+        found.values["reward_funcs"] = rewards
 
 
 def _reward(name: Any) -> Any:

@@ -1,7 +1,8 @@
 """What becomes of each option of TRL that is no option of cukit under the same name.
 
-The names are those of TRL 1.x (GRPOConfig, SFTConfig, ModelConfig, ScriptArguments, TrlParser's YAML) and transformers
-4.4x to 5 (TrainingArguments). A name that is an option of the command needs no row, and a row for it is not looked at.
+The names are those of TRL 1.x (GRPOConfig, SFTConfig, RewardConfig, ModelConfig, ScriptArguments, TrlParser's YAML) and
+transformers 4.4x to 5 (TrainingArguments). A name that is an option of the command needs no row, and a row for it is
+not looked at.
 docs/MIGRATION.md shows this table.
 """
 
@@ -58,7 +59,7 @@ ROWS: tuple[Row, ...] = (
     *_taken("environment", "environment_factory"),
     *_taken("max_completion_length", "response_length"),
     *_taken("model", "sft_model_path"),
-    *_taken("reward_funcs", "reward_model_path", "reward_model_name_or_path"),
+    *_taken("reward_funcs", "reward_model_path", "reward_model_name_or_path", note="one more reward"),
     *_taken("vllm_importance_sampling_clip_max", "vllm_importance_sampling_cap"),
     Row("use_cpu", TAKEN, "device", becomes=((True, "cpu"),), note="true: cpu"),
     Row("no_cuda", TAKEN, "device", becomes=((True, "cpu"),), note="true: cpu"),
@@ -169,7 +170,9 @@ ROWS: tuple[Row, ...] = (
     ),
     *_not_needed("tokens are always counted", "include_num_input_tokens_seen", "include_tokens_per_second"),
     *_not_needed("a display is drawn only on a terminal", "disable_tqdm", "log_level", "log_level_replica"),
-    *_not_needed("max_num_seqs (grpo) and max_tokens_per_batch (sft) split evaluations", "per_device_eval_batch_size"),
+    *_not_needed(
+        "max_num_seqs (grpo) and max_tokens_per_batch (sft, reward) split evaluations", "per_device_eval_batch_size"
+    ),
     *_not_needed(
         "evaluations keep no logits",
         *("eval_accumulation_steps", "prediction_loss_only", "eval_do_concat_batches", "eval_use_gather_object"),

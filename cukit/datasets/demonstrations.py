@@ -48,7 +48,7 @@ def encode_prompts(
             located(_prompt_text, index, row, tokenizer, chat_template_kwargs)
             for index, row in zip(indices, batch, strict=True)
         ]
-        for row, ids in zip(batch, _encoded(tokenizer, texts, indices), strict=True):
+        for row, ids in zip(batch, encoded_texts(tokenizer, texts, indices), strict=True):
             found.append(located(lambda row, ids=ids: _some(ids, row), len(found), row))
     if model_rows is not None:
         for index, ids in enumerate(found):
@@ -136,13 +136,13 @@ def _encoded_rows(
         batch = list(enumerate(rows[start : start + ROWS_AT_ONCE], start))
         plans = [located(_plan, index, row, tokenizer, chat_template_kwargs) for index, row in batch]
         indices = [index for (index, _), (texts, _) in zip(batch, plans, strict=True) for _ in texts]
-        encoded = iter(_encoded(tokenizer, [text for texts, _ in plans for text in texts], indices))
+        encoded = iter(encoded_texts(tokenizer, [text for texts, _ in plans for text in texts], indices))
         for (index, row), (texts, assemble) in zip(batch, plans, strict=True):
             pieces = [next(encoded) for _ in texts]
             yield located(lambda row, pieces=pieces, assemble=assemble: _learnable(assemble(pieces), row), index, row)
 
 
-def _encoded(tokenizer: Tokenizer, texts: list[tuple[str, bool]], data_rows: list[int]) -> list[Ids]:
+def encoded_texts(tokenizer: Tokenizer, texts: list[tuple[str, bool]], data_rows: list[int]) -> list[Ids]:
     """The ids of texts. data_rows: the data row of each text."""
     try:
         turns = {
@@ -191,7 +191,7 @@ def _plan(row: dict, tokenizer: Tokenizer, chat_template_kwargs: dict | None) ->
     if "text" in row and "prompt" not in row:
         if not isinstance(row["text"], str):
             raise ValueError(f"column 'text' must be text, got {row['text']!r:.60}")
-        return [(row["text"], True)], lambda pieces: _all_learnt(_with_end(pieces[0], tokenizer))
+        return [(row["text"], True)], lambda pieces: _all_learnt(with_end(pieces[0], tokenizer))
     prompt, completion = prompt_of(row), _completion_of(row)
     if not isinstance(prompt, str) and not isinstance(completion, str):
         return _conversation_plan(prompt + completion, len(prompt), row.get("tools"), tokenizer, arguments)
@@ -202,7 +202,7 @@ def _plan(row: dict, tokenizer: Tokenizer, chat_template_kwargs: dict | None) ->
         prompt_ids, ids = pieces
         if ids[: len(prompt_ids)] != prompt_ids:
             ids = prompt_ids + tokenizer.encode(completion)
-        ids = _with_end(ids, tokenizer)
+        ids = with_end(ids, tokenizer)
         return ids, [0] * len(prompt_ids) + [1] * (len(ids) - len(prompt_ids))
 
     return [(prompt, True), (prompt + completion, True)], assemble
@@ -226,7 +226,7 @@ def _completion_of(row: dict) -> str | list[dict]:
     raise ValueError(f"no 'completion' column (columns found: {column_names(row)})")
 
 
-def _with_end(ids: Ids, tokenizer: Tokenizer) -> Ids:
+def with_end(ids: Ids, tokenizer: Tokenizer) -> Ids:
     """Append the end token, so that stopping is learnt, unless the text ends with one."""
     if tokenizer.eos_token_id is None or (ids and ids[-1] in tokenizer.eos_token_ids):
         return ids
@@ -265,7 +265,7 @@ def _conversation_plan(
         ids = [token for piece in pieces for token in piece]
         mask = [place % 2 for place, piece in enumerate(pieces) for _ in piece]  # every second piece is an answer
         if ends_with_answer and any(mask):
-            ids = _with_end(ids, tokenizer)
+            ids = with_end(ids, tokenizer)
             mask += [1] * (len(ids) - len(mask))
         return ids, mask
 

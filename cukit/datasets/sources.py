@@ -5,6 +5,7 @@ Row forms (other columns are kept, rewards get them):
     {"prompt": ..., "completion": ...}                  both text, or both message lists
     {"messages": [...]}                                 loss on what the assistant says
     {"text": ...}                                       loss on everything
+    {"prompt": ..., "chosen": ..., "rejected": ...}     pairs of answers (preferences.py)
     {"question": text} or {"problem": text}             stands for a user's message; "answer" or "solution" is the
                                                         completion where one is needed (GSM8K's and MATH's columns)
 """

@@ -19,12 +19,12 @@ def last_tokens(sequences, pad_token_id: int | None = None) -> list[int]:
     return [int(np.flatnonzero(np.asarray(ids) != pad_token_id).max(initial=0)) for ids in sequences]
 
 
-def packed_scores(model, packed: PackedTokens, rows) -> Tensor:
-    """Scores (N,), float32 (float64 for a float64 model), at the tokens `rows` (N,) int32 of the packed sequences;
-    differentiable if the tape is on.
+def packed_scores(model, packed: PackedTokens, *rows) -> tuple[Tensor, ...]:
+    """Scores at tokens of the packed sequences: for each array (N,) int32 of their places a Tensor (N,), float32
+    (float64 for a float64 model), differentiable if the tape is on.
     """
     hidden = model.forward(packed.ids, packed.positions, PackedCausal(packed.cu_seqlens))
-    return model.scores(index_rows(hidden, rows))
+    return tuple(model.scores(index_rows(hidden, places)) for places in rows)
 
 
 def score_rows(sequences, pad_token_id: int | None = None) -> np.ndarray:
@@ -40,5 +40,5 @@ def sequence_scores(model, sequences, max_tokens_per_batch: int = 16384) -> np.n
         for batch in batches_by_tokens([len(ids) for ids in sequences], max_tokens_per_batch):
             chosen = sequences[batch[0] : batch[-1] + 1]
             rows = model.backend.array(score_rows(chosen, pad))
-            found.append(model.backend.to_numpy(packed_scores(model, pack_tokens(model.backend, chosen), rows).data))
+            found.append(model.backend.to_numpy(packed_scores(model, pack_tokens(model.backend, chosen), rows)[0].data))
     return np.concatenate(found)

@@ -18,8 +18,11 @@ STORED_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 EMBEDDING = "model.embed_tokens.weight"
 
 
-def load_config(folder) -> ModelConfig:
-    """ModelConfig of a checkpoint folder. ValueError in one line if it is missing, unreadable or not supported."""
+def load_config(folder, head: str | None = None) -> ModelConfig:
+    """ModelConfig of a checkpoint folder. ValueError in one line if it is missing, unreadable or not supported.
+
+    head: the shape of the model that load_model(folder, head=head) gives; None: of the folder's own.
+    """
     path = model_folder(folder, weights=False) / "config.json"
     if not path.is_file():
         raise ValueError(f"{folder} holds no config.json: give the folder of a Hugging Face model")
@@ -27,7 +30,13 @@ def load_config(folder) -> ModelConfig:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from None
-    return ModelConfig.from_json(raw)
+    config = ModelConfig.from_json(raw)
+    if head == "lm_head" and config.head == "score":
+        raise ValueError(
+            f"{folder} holds a reward model ({config.architecture}), which has no language-model head: give a causal "
+            "model here, and reward models as reward_funcs"
+        )
+    return config.as_classifier() if head == "score" else config
 
 
 def load_model(folder, device="cpu", dtype="auto", head="lm_head", score_seed: int | None = None) -> Decoder:
@@ -41,16 +50,11 @@ def load_model(folder, device="cpu", dtype="auto", head="lm_head", score_seed: i
     Tensors are read one at a time, straight into the model's memory; float32 becomes bfloat16 as in an update. Raises
     one ValueError that names every tensor that is missing, unexpected or of the wrong shape, or holds NaN or infinity.
     """
-    config, backend = load_config(folder), backend_for(device)
-    if head == "lm_head" and config.head == "score":
-        raise ValueError(
-            f"{folder} holds a reward model ({config.architecture}), which has no language-model head: give a causal "
-            "model here, and reward models as reward_funcs"
-        )
+    config, backend = load_config(folder, head), backend_for(device)
     sources = _tensor_sources(model_folder(folder))
     model = Decoder(config, backend, dtype, head)
     targets = model.parts()
-    if head != config.head:
+    if load_config(folder).head != head:
         model.score.init_weights(score_seed)
         del targets["score.weight"]
         sources.pop("lm_head.weight", None)

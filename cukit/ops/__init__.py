@@ -4,7 +4,7 @@ go.
 
 from .activation import silu_mul
 from .attention import attention
-from .elementwise import clip, exp, index_rows, log, maximum, minimum, where
+from .elementwise import clip, exp, index_rows, log, log_sigmoid, maximum, minimum, where
 from .embedding import embedding
 from .linear import linear
 from .loss import lm_head_logprobs, token_logprobs
@@ -24,6 +24,7 @@ __all__ = [
     "linear",
     "lm_head_logprobs",
     "log",
+    "log_sigmoid",
     "maximum",
     "minimum",
     "policy_loss",

@@ -74,6 +74,12 @@ def log(a: Tensor) -> Tensor:
     return record(np.log(a.data), (a,), lambda dy: (dy / a.data,))
 
 
+def log_sigmoid(a: Tensor) -> Tensor:
+    """log(1 / (1 + e^-a)), finite for every finite a."""
+    x = a.data
+    return record(-np.logaddexp(0, -x), (a,), lambda dy: (dy * np.exp(-np.logaddexp(0, x)),))
+
+
 def minimum(a, b):
     """The smaller of a and b; where they are equal the gradient goes to a."""
     first = _data(a) <= _data(b)

@@ -46,16 +46,23 @@ def load_reward(spec: str | Callable) -> Callable:
     if not isinstance(spec, str):
         raise ValueError(f"a reward is a name, 'file.py:function' or a function, not {type(spec).__name__}")
     call = CALL.fullmatch(spec.strip())
-    if spec in BUILTIN_REWARDS or (call is not None and call[1] in BUILTIN_REWARDS):
+    if is_reward_name(spec):
         function = BUILTIN_REWARDS[spec if call is None else call[1]]
         if function is math and importlib.util.find_spec("math_verify") is None:
             raise ValueError(NEEDS_MATH_VERIFY)
         return _with_parameters(function, spec, call[2] if call is not None else "")
     if not names_a_file(spec):
         raise ValueError(
-            f"unknown reward {spec!r}; use one of {', '.join(BUILTIN_REWARDS)}, or your own as 'path/file.py:function'"
+            f"unknown reward {spec!r}; use one of {', '.join(BUILTIN_REWARDS)}, or your own as 'path/file.py:function' "
+            "(in training also a reward model's folder)"
         )
     return load_function(spec, "reward")
+
+
+def is_reward_name(spec: str) -> bool:
+    """Whether a text names a built-in reward, with parameters or without."""
+    call = CALL.fullmatch(spec.strip())
+    return spec in BUILTIN_REWARDS or (call is not None and call[1] in BUILTIN_REWARDS)
 
 
 def runs_in_a_process(spec: str | Callable) -> bool:

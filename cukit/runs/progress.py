@@ -17,6 +17,7 @@ _SHOWN = (
     ("reward", "reward", "{:.3f}"),
     ("eval/accuracy", "accuracy", "{:.3f}"),
     ("eval/loss", "eval loss", "{:.4f}"),
+    ("accuracy", "pair accuracy", "{:.3f}"),
     ("mean_token_accuracy", "token accuracy", "{:.3f}"),
     ("completions/mean_length", "length", "{:.1f}"),
     ("tokens_per_second", "tokens/s", "{:,.0f}"),

@@ -20,7 +20,7 @@ class ChatTemplates:
     """The templates of a model by name: "default", and maybe "tool_use" for chats with tools, or others."""
 
     def __init__(self, templates: dict[str, str], special_tokens: dict[str, str]):
-        self._templates, self._special_tokens = templates, special_tokens
+        self.templates, self._special_tokens = templates, special_tokens
         self._compiled: dict[str, jinja2.Template] = {}
         self._checked: set = set()
 
@@ -32,9 +32,9 @@ class ChatTemplates:
             _check_message(index, message)
         if tools is not None and not all(isinstance(tool, dict) for tool in tools):
             raise ValueError("tools must be JSON schemas (objects); describe a Python function by its schema")
-        name = "tool_use" if tools is not None and "tool_use" in self._templates else "default"
-        if name not in self._templates:
-            raise ValueError(f"none of its chat templates ({', '.join(self._templates)}) is named 'default'")
+        name = "tool_use" if tools is not None and "tool_use" in self.templates else "default"
+        if name not in self.templates:
+            raise ValueError(f"none of its chat templates ({', '.join(self.templates)}) is named 'default'")
         variables = {"tools": tools, "documents": None, "add_generation_prompt": add_generation_prompt}
         variables |= self._special_tokens | arguments
         shape = (name, *map(_shape, messages), repr(variables))
@@ -77,7 +77,7 @@ class ChatTemplates:
     def _render(self, name: str, messages: Sequence[dict], variables: dict) -> str:
         try:
             if name not in self._compiled:
-                self._compiled[name] = _environment().from_string(self._templates[name])
+                self._compiled[name] = _environment().from_string(self.templates[name])
             return self._compiled[name].render(messages=list(messages), **variables)
         except Exception as error:  # a template is a program: any exception may come out of it
             text = " ".join(str(error).split())[:300]

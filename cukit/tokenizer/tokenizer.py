@@ -83,6 +83,14 @@ class Tokenizer:
     def __len__(self) -> int:
         return self.vocab_size
 
+    def same_as(self, other: "Tokenizer") -> bool:
+        """Whether both give the same ids for every text and every chat, and end texts alike."""
+        if self is other:
+            return True
+        chats = [one._chat.templates if one._chat else None for one in (self, other)]
+        ends = [(one.eos_token_id, one.eos_token_ids, one.special_tokens) for one in (self, other)]
+        return chats[0] == chats[1] and ends[0] == ends[1] and self._backend.to_str() == other._backend.to_str()
+
     # ---- ids and text ----
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:

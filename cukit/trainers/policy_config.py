@@ -24,7 +24,9 @@ class PolicyConfig(TrainerConfig):
 
     eval_on_start: bool = option(True, "evaluate before the first and after the last step", group="evaluation")
     reward_funcs: list[str] | None = option(
-        None, "rewards by name (exact, boxed, gsm8k, …) or path/file.py:function", group="rewards"
+        None,
+        "rewards by name (exact, boxed, gsm8k, …), path/file.py:function, or a reward model: its folder or name",
+        group="rewards",
     )
     reward_weights: list[float] | None = option(None, "weight of each reward; default: 1 each", group="rewards")
     reward_limits: RewardLimits = nested(RewardLimits)

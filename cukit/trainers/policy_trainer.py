@@ -25,6 +25,7 @@ from .episodes import Episodes
 from .evaluation import evaluate
 from .generation import Generation
 from .policy_config import PolicyConfig
+from .reward_model import RewardModel, reward_models, with_models
 from .rewarding import RewardScorer, trainer_state
 from .rollout import Rollout
 from .trainer import DataSource, ModelSource, Trainer
@@ -62,12 +63,13 @@ class PolicyTrainer(Trainer):
             )
         self._tools, self._environment_factory = tools, environment_factory
         reward_funcs = reward_funcs if reward_funcs is not None else args.reward_funcs
+        eval_reward_funcs = eval_reward_funcs if eval_reward_funcs is not None else args.eval_reward_funcs
+        self._reward_funcs = (reward_funcs, eval_reward_funcs)
         if train_dataset is None:
             raise ValueError(
                 f"{type(self).__name__} needs train_dataset: rows with a prompt, a file, or a name of the hub"
             )
         self.scorer = self.eval_scorer = self._make_scorer(reward_funcs, args.reward_weights)
-        eval_reward_funcs = eval_reward_funcs if eval_reward_funcs is not None else args.eval_reward_funcs
         if eval_reward_funcs is not None:
             self.eval_scorer = self._make_scorer(eval_reward_funcs)
         self.generation = self.make_generation()
@@ -80,14 +82,17 @@ class PolicyTrainer(Trainer):
         if self.environments is not None:
             self.rollout.episodes = self._make_episodes(self.environments)
         self.reference = self.model.frozen_copy() if self.needs_reference else None
+        for one in self.reward_models.values():
+            one.load(self.model, self.tokenizer, args.max_tokens_per_batch, args.chat_template_kwargs)
         self._batch: PackedBatch | None = None
 
     @abstractmethod
     def make_generation(self) -> Generation:
         """What draws this method's generation batches; called before anything is loaded."""
 
-    # ---- environments ----
+    # ---- rewards and environments ----
 
+    _reward_funcs: tuple | None = None  # of the training and of evaluations, as they were given
     _tools: Sequence[Callable] | None = None
     _environment_factory: Callable | None = None
 
@@ -97,7 +102,13 @@ class PolicyTrainer(Trainer):
         args, factory, tools = self.args, self._environment_factory, self._tools
         return make_maker(args.environment if factory is None else factory, args.tools if tools is None else tools)
 
+    @cached_property
+    def reward_models(self) -> dict[str, RewardModel]:
+        """The reward models among the rewards, by the names that they were given as."""
+        return reward_models(*(self._reward_funcs or (self.args.reward_funcs, self.args.eval_reward_funcs)))
+
     def _make_scorer(self, reward_funcs: Any, weights: list[float] | None = None) -> RewardScorer:
+        reward_funcs = with_models(reward_funcs, self.reward_models)
         if self.environments is not None:
             reward_funcs, weights = self.environments.with_own_reward(reward_funcs, weights)
         state, in_process = partial(trainer_state, self), self.environments is not None
@@ -140,11 +151,12 @@ class PolicyTrainer(Trainer):
 
     def plan_memory(self, *more: ModelUse, **sizes: Any) -> Plan:
         args, use = self.args, self.model
-        reference = [ModelUse("reference", use.config, use.dtype)] if self.needs_reference else []
+        others = [ModelUse("reference", use.config, use.dtype)] if self.needs_reference else []
+        others += [one.use(use.dtype) for one in self.reward_models.values()]
         longest = max(len(ids) for _, ids in self.train_rows) + args.max_completion_length
         tokens = args.generation_size * longest
         sizes = {"packed_tokens": tokens, "longest_sequence": longest, "step_tokens": tokens // args.num_slices} | sizes
-        return super().plan_memory(*reference, *more, engine=args.engine, **sizes)
+        return super().plan_memory(*others, *more, engine=args.engine, **sizes)
 
     @property
     def updates_a_generation(self) -> int:

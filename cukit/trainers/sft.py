@@ -41,7 +41,7 @@ class SFTTrainer(Trainer):
     def load_model(self, folder: Path, device: str, dtype: str) -> Decoder:
         if not self.args.init_from_config:
             return super().load_model(folder, device, dtype)
-        model = Decoder(load_config(folder), backend_for(device), dtype)
+        model = Decoder(load_config(folder, "lm_head"), backend_for(device), dtype)
         model.init_weights(self.args.seed)
         return model
 

@@ -50,6 +50,7 @@ class Trainer(ABC):
     """See SFTTrainer and GRPOTrainer. `model`: a model folder, or a Decoder (then with processing_class)."""
 
     label = "run"
+    head = "lm_head"  # of the model that is trained
     args: TrainerConfig
     also_named: ClassVar[dict[str, str]] = {}  # a metric's second name in TRL -> the metric
 

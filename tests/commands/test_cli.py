@@ -16,6 +16,7 @@ from cukit.commands.parser import make
 from cukit.runs.metrics import read_jsonl
 from cukit.trainers.config import SFTConfig
 from cukit.trainers.grpo_config import GRPOConfig
+from cukit.trainers.reward_config import RewardConfig
 
 ROOT = Path(__file__).parents[2]
 
@@ -127,7 +128,7 @@ def test_wrong_yaml(fails, tmp_path, monkeypatch, text, message):
 
 
 def test_help_names_every_option(capsys):
-    for command, config in (("grpo", GRPOConfig), ("sft", SFTConfig)):
+    for command, config in (("grpo", GRPOConfig), ("sft", SFTConfig), ("reward", RewardConfig)):
         with pytest.raises(SystemExit) as end:
             cukit_cli.main([command, "--help"])
         text = capsys.readouterr().out

@@ -320,7 +320,7 @@ def test_help_as_a_value_is_a_value():
 
 
 def test_the_bundled_recipes_are_read(options):
-    for command, recipe in (("grpo", "tiny-grpo.yaml"), ("sft", "tiny-sft.yaml")):
+    for command, recipe in (("grpo", "tiny-grpo.yaml"), ("sft", "tiny-sft.yaml"), ("reward", "tiny-reward.yaml")):
         path = Path(__file__).parents[2] / "data/recipes" / recipe
         values = options(command, "--config", str(path))
         assert values == options(command) and set(yaml.safe_load(path.read_text())) <= set(values)

@@ -9,15 +9,17 @@ from cukit.commands.parser import make, resolve
 from cukit.commands.train import TrainFiles
 from cukit.trainers.config import SFTConfig
 from cukit.trainers.grpo_config import GRPOConfig
+from cukit.trainers.reward_config import RewardConfig
 
+CONFIGS = {"sft": SFTConfig, "reward": RewardConfig, "grpo": GRPOConfig}
 RECIPES = sorted((Path(__file__).parents[2] / "data" / "recipes").glob("*.yaml"))
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_a_recipe_is_taken(path):
-    name = "sft" if "sft" in path.stem else "grpo"
+    name = next((name for name in CONFIGS if name in path.stem), "grpo")
     values = resolve(cukit_cli.COMMANDS[name], {"config": str(path)})
-    files, args = make(TrainFiles, values), make(SFTConfig if name == "sft" else GRPOConfig, values)
+    files, args = make(TrainFiles, values), make(CONFIGS[name], values)
     assert files.model and files.data and args.max_steps > 0 and not args.output_dir
     text = path.read_text(encoding="utf-8")
     assert path.name.startswith("tiny") or f"--config data/recipes/{path.name}" in text
@@ -25,4 +27,10 @@ def test_a_recipe_is_taken(path):
 
 
 def test_there_are_recipes():
-    assert {path.stem for path in RECIPES} >= {"tiny-grpo", "tiny-sft", "smollm2-arithmetic", "qwen3-0.6b-gsm8k"}
+    assert {path.stem for path in RECIPES} >= {
+        "tiny-grpo",
+        "tiny-sft",
+        "tiny-reward",
+        "smollm2-arithmetic",
+        "qwen3-0.6b-gsm8k",
+    }

@@ -26,11 +26,15 @@ FILES = {
     "_BaseConfig": "trl/trainer/base_config.py",
     "GRPOConfig": "trl/trainer/grpo_config.py",
     "SFTConfig": "trl/trainer/sft_config.py",
+    "RewardConfig": "trl/trainer/reward_config.py",
     "ModelConfig": "trl/trainer/model_config.py",
     "ScriptArguments": "trl/scripts/utils.py",
     "DatasetMixtureConfig": "trl/scripts/utils.py",
     "GRPOScriptArguments": "trl/scripts/grpo.py",
 }
+
+
+OWNERS = {"GRPOConfig": "grpo", "GRPOScriptArguments": "grpo", "SFTConfig": "sft", "RewardConfig": "reward"}
 
 
 def known(command: str) -> dict:
@@ -48,8 +52,8 @@ def written(tmp_path, text: str) -> str:
 def names_without_a_row(fields: dict[str, list[str]]) -> list[str]:
     found = []
     for owner, names in fields.items():
-        for command in ("grpo", "sft"):
-            if {"GRPOConfig": "grpo", "GRPOScriptArguments": "grpo", "SFTConfig": "sft"}.get(owner, command) == command:
+        for command in ("grpo", "sft", "reward"):
+            if OWNERS.get(owner, command) == command:
                 found += [f"{owner}.{name}" for name in names if name not in known(command) and name not in TABLE]
     return found
 
@@ -78,7 +82,7 @@ def test_every_option_of_the_installed_trl_has_a_row():
 
 def test_a_row_is_well_formed():
     assert len(ROWS) == len(TABLE)  # no name twice
-    options = known("grpo") | known("sft")
+    options = known("grpo") | known("sft") | known("reward")
     for row in ROWS:
         assert row.kind in (TAKEN, NOT_NEEDED, NOT_YET) and row.text, row
         assert (row.kind == TAKEN) == (row.text in options), row
@@ -225,6 +229,15 @@ def test_trls_dotted_path_of_a_reward_is_a_file_and_a_function(tmp_path, monkeyp
     wanted = ["package/rewards.py:one", "mine.py:two", *given[2:]]
     assert translated({"reward_funcs": given}, known("grpo")).values["reward_funcs"] == wanted
     assert translated({"reward_funcs": "mine.two"}, known("grpo")).values["reward_funcs"] == ["mine.py:two"]
+
+
+def test_a_reward_model_is_one_more_reward():
+    assert translated({"reward_model_name_or_path": "a/b"}, known("grpo")).values == {"reward_funcs": ["a/b"]}
+    both = translated({"reward_model_name_or_path": "a/b", "reward_funcs": ["exact"]}, known("grpo"))
+    assert both.values == {"reward_funcs": ["exact", "a/b"]} and not both.left_out
+    assert translated({"reward_model_name_or_path": None}, known("grpo")).values == {}
+    with pytest.raises(ValueError, match="unknown option 'reward_model_name_or_path'"):
+        translated({"reward_model_name_or_path": "a/b"}, known("sft"))
 
 
 def test_a_share_of_warmup_steps_is_a_ratio():

@@ -1,11 +1,17 @@
 """The score kernels against NumPy. Run on a machine with a GPU: pytest -m gpu tests/gpu/test_score.py"""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from check import DTYPES, Sum, check_kernel, normal, statistics
 
 from cukit.backend import backend_for
+from cukit.models.logprobs import pack_tokens
+from cukit.models.scores import packed_scores, score_rows
+from cukit.models.weights import load_model
 
+GOLDEN = Path(__file__).parents[1] / "golden"
 pytestmark = pytest.mark.gpu
 # one column, odd widths, less than a vector, a block's columns and one more, an empty batch, many runs of rows
 SIZES = [(1, 1), (1, 8), (7, 1), (3, 13), (0, 16), (19, 1024), (989, 1000), (5, 257), (2, 8191), (20011, 64)]
@@ -52,3 +58,20 @@ def test_more_than_2_to_31_elements():
     np.testing.assert_array_equal(cuda.to_numpy(dhidden[-1000:]), last)
     total = sample.astype(np.float64).sum(0) * (rows // 1000) * 2.0**-10
     np.testing.assert_allclose(cuda.to_numpy(dweight)[0], total, rtol=1e-5, atol=1e-2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_reward_model_scores_and_learns_as_on_the_cpu(dtype):
+    """Scores and gradients of packed sequences, on both devices, against float64."""
+    rows = [[5, 9, 30, 7], [8], list(range(3, 40))]
+    found = {}
+    for device, kind in (("cuda", dtype), ("cpu", dtype), ("cpu", "float64")):
+        model = load_model(GOLDEN / "qwen3_reward", device, kind, "score")
+        be = model.backend
+        (scores,) = packed_scores(model, pack_tokens(be, rows), be.array(score_rows(rows)))
+        scores.backward(be.array(np.array([1, -2, 3], scores.dtype)))
+        grads = model.store.part_views(lambda bucket: bucket.grad)
+        found[device, kind] = [be.to_numpy(x) for x in (scores.data, grads["score.weight"])]
+    for got, near, true in zip(*(found[key] for key in (("cuda", dtype), ("cpu", dtype), ("cpu", "float64")))):
+        error, yardstick = np.abs(got - true).max(), np.abs(near - true).max()
+        assert error <= 4 * yardstick + 1e-5 * np.abs(true).max()

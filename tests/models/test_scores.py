@@ -43,7 +43,7 @@ def test_gradients_are_those_of_transformers(name):
     """Of the scores, weighted as the Bradley-Terry loss of the golden pairs weighs them."""
     model, truth, rows = load(name, "float64")
     be = model.backend
-    scores = packed_scores(model, pack_tokens(be, rows), score_rows(rows, model.config.pad_token_id))
+    (scores,) = packed_scores(model, pack_tokens(be, rows), score_rows(rows, model.config.pad_token_id))
     margin = truth["scores"][0::2] - truth["scores"][1::2] - truth["margins"]
     weights = np.repeat(-1 / (1 + np.exp(margin.astype(float))) / 3, 2) * np.tile([1, -1], 3)
     scores.backward(weights)

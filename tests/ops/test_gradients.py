@@ -83,6 +83,18 @@ def test_elementwise():
     check_gradient(lambda a, b: ops.exp(ops.minimum(a, -b)) + ops.log(ops.maximum(a, b)), a, b)
     check_gradient(lambda a: 1 - ops.clip(a, 1.0, 2.0) * 3 + 2 / a, a)
     check_gradient(lambda a: ops.index_rows(a, ints(2, 0)), a)
+    check_gradient(ops.log_sigmoid, 3 * normal(4, 3))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_log_sigmoid_of_0_and_of_large_numbers(dtype):
+    x = Parameter(np.array([0, 1e4, -1e4, 90, -90], dtype))
+    with np.errstate(all="raise", under="ignore"):
+        y = ops.log_sigmoid(x)
+        y.sum().backward()
+    assert y.dtype == dtype
+    np.testing.assert_allclose(y.data, [-np.log(2), 0, -1e4, -np.exp(-90.0), -90], rtol=1e-6, atol=1e-38)
+    np.testing.assert_allclose(x.grad, [0.5, 0, 1, np.exp(-90.0), 1], rtol=1e-5, atol=1e-38)
 
 
 def test_masked_vocabulary_gets_no_gradient():

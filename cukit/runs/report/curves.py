@@ -27,11 +27,13 @@ class Chart:
 
 
 CHARTS = (
-    Chart("Held-out accuracy", "share of held-out completions that are right", ("eval/accuracy",)),
+    Chart("Held-out accuracy", "share of held-out rows that are right", ("eval/accuracy",)),
     Chart("Reward", "mean over the batch", ("reward",)),
     Chart("Loss", "of the training batch", ("loss",)),
     Chart("Held-out loss", "", ("eval/loss",)),
     Chart("Token accuracy", "share of tokens that are the most probable one", ("mean_token_accuracy",)),
+    Chart("Pair accuracy", "share of training pairs with the chosen answer ahead", ("accuracy",)),
+    Chart("Margin", "chosen minus rejected score, mean", ("margin",)),
     Chart("KL divergence", "to the reference model, a token", ("kl",)),
     Chart("Entropy", "of the next-token distribution, nats", ("entropy",)),
     Chart("Completion length", "mean, tokens", ("completions/mean_length",)),
