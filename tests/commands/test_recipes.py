@@ -9,9 +9,10 @@ from cukit.commands.parser import make, resolve
 from cukit.commands.train import TrainFiles
 from cukit.trainers.config import SFTConfig
 from cukit.trainers.grpo_config import GRPOConfig
+from cukit.trainers.ppo_config import PPOConfig
 from cukit.trainers.reward_config import RewardConfig
 
-CONFIGS = {"sft": SFTConfig, "reward": RewardConfig, "grpo": GRPOConfig}
+CONFIGS = {"sft": SFTConfig, "reward": RewardConfig, "ppo": PPOConfig, "grpo": GRPOConfig}
 RECIPES = sorted((Path(__file__).parents[2] / "data" / "recipes").glob("*.yaml"))
 
 
