@@ -1,5 +1,7 @@
 """Pairs of answers as ids: the row forms, how they end, what is left out and what is refused."""
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -45,6 +47,19 @@ def test_a_conversation_ends_as_its_template_ends_it(tokenizer):
     )
     assert tokenizer.decode(turn_end(tokenizer), skip_special_tokens=False) == "<|im_end|>\n"
     assert found[0].chosen[-2:] == turn_end(tokenizer)
+
+
+def test_arguments_of_the_chat_template(tmp_path):
+    shutil.copytree(FOLDER, tmp_path, dirs_exist_ok=True)
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    config["chat_template"] += "{{- mark }}"
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    marked = Tokenizer.from_folder(tmp_path)
+    row = {"prompt": user("1"), "chosen": assistant("2"), "rejected": assistant("3")}
+    (pair,), _ = encode_pairs([row], marked, chat_template_kwargs={"mark": "77"})
+    assert marked.decode(pair.chosen, skip_special_tokens=False).endswith("2<|im_end|>\n77")
+    end = marked.decode(turn_end(marked, {"mark": "77"}), skip_special_tokens=False)
+    assert end == "<|im_end|>\n77" and not marked.same_as(Tokenizer.from_folder(FOLDER))
 
 
 def test_a_pair_with_one_long_answer_is_left_out(tokenizer):

@@ -64,6 +64,7 @@ def test_a_score_is_read_at_the_last_token_that_is_not_padding():
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_folder_comes_back_as_it_was(name, dtype, tmp_path):
     model = load_model(GOLDEN / name, dtype=dtype, head="score")
+    assert model.score.weight.dtype == np.float32
     save_model(model, tmp_path)
     again = load_model(tmp_path, dtype=dtype, head="score")
     assert load_config(tmp_path) == replace(model.config, torch_dtype=dtype) and model.config.head == "score"

@@ -6,7 +6,7 @@ import shutil
 import numpy as np
 import pytest
 
-from cukit import GRPOConfig, GRPOTrainer, RewardConfig, RewardTrainer
+from cukit import GRPOConfig, GRPOTrainer, PPOConfig, PPOTrainer, RewardConfig, RewardTrainer
 from cukit.commands.dry_run import without_weights
 from cukit.models.decoder import Decoder
 from cukit.models.scores import sequence_scores
@@ -145,6 +145,24 @@ def test_it_rewards_evaluations_alone(make_grpo, folder, rows):
     trainer.train()
     assert trainer.scorer.names == ["share_of_ones"] and trainer.eval_scorer.names == ["my-reward"]
     assert np.isfinite(logged(trainer, "eval/rewards/my-reward/mean")).all()
+
+
+def test_ppo_takes_it_too(folder, make_model, tokenizer, rows, tmp_path):
+    args = PPOConfig(
+        output_dir=str(tmp_path / "ppo"),
+        max_steps=1,
+        num_ppo_epochs=1,
+        per_device_train_batch_size=4,
+        max_completion_length=6,
+        logging_steps=1,
+        save_steps=0,
+    )
+    trainer = PPOTrainer(make_model(), [folder], args, rows, None, tokenizer)
+    kept = recorded(trainer)
+    trainer.train()
+    ((_, samples, by_function),) = kept
+    assert len(samples) == 4 and np.isfinite(by_function).all()
+    np.testing.assert_allclose(logged(trainer, "objective/scores"), [by_function.mean()], rtol=1e-6)
 
 
 def test_one_folder_given_twice_is_loaded_once(make_grpo, folder):
