@@ -8,8 +8,11 @@ from pathlib import Path
 import pytest
 
 import cukit_cli
+from cukit.commands.dry_run import without_weights
 from cukit.datasets.sources import load_rows
 from cukit.models.weights import load_config
+from cukit.trainers.reward import RewardTrainer
+from cukit.trainers.reward_config import RewardConfig
 
 ROOT = Path(__file__).parents[2]
 FILES = ("pairs.jsonl", "test-pairs.jsonl")
@@ -67,7 +70,11 @@ def test_what_needs_a_causal_model_refuses_it_in_one_line(run, fails):
 def test_a_dry_run_plans_a_score_head(capsys):
     assert cukit_cli.main(["reward", "--dry_run", "--device", "cpu"]) == 0
     printed = capsys.readouterr().out
-    assert "max_length: 1024" in printed and "policy: activations" in printed and "logits" not in printed
+    assert "max_length: 1024" in printed and "policy: activations" in printed
+    pairs = str(ROOT / "data/arithmetic/test-pairs.jsonl")
+    trainer = without_weights(RewardTrainer, RewardConfig(), {"model": str(ROOT / "data/tiny-qwen3"), "data": pairs})
+    assert trainer.model.config.head == "score"
+    assert not any(item.nbytes for item in trainer.plan_memory().items if "logits" in item.name)
 
 
 def test_own_pairs_leave_the_bundled_held_out_rows_alone(options, tmp_path):

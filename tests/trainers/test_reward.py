@@ -1,5 +1,7 @@
 """Reward models: the loss, what a split must not change, resume, metrics, what is saved, what is refused."""
 
+import json
+import shutil
 from itertools import count
 from pathlib import Path
 
@@ -213,15 +215,18 @@ def test_pairs_that_are_too_long_are_left_out_and_said(train, caplog):
 
 
 def test_a_causal_folder_becomes_a_reward_model_with_the_tokenizers_padding(tmp_path):
+    causal = shutil.copytree(FOLDER, tmp_path / "causal")
+    raw = json.loads((causal / "config.json").read_text())
+    (causal / "config.json").write_text(json.dumps(raw | {"pad_token_id": None}))
     args = dict(max_steps=1, per_device_train_batch_size=4, save_steps=0)
-    first = RewardTrainer(FOLDER, RewardConfig(output_dir=str(tmp_path / "a"), seed=5, **args), pairs(4))
-    again = RewardTrainer(FOLDER, RewardConfig(output_dir=str(tmp_path / "b"), seed=6, **args), pairs(4))
+    first = RewardTrainer(causal, RewardConfig(output_dir=str(tmp_path / "a"), seed=5, **args), pairs(4))
+    again = RewardTrainer(causal, RewardConfig(output_dir=str(tmp_path / "b"), seed=6, **args), pairs(4))
     heads = [trainer.model.score.weight.data for trainer in (first, again)]
     assert heads[0].any() and not np.array_equal(*heads)
     first.train()
     config = load_config(first.run_folder)
     assert config.architecture == "Qwen3ForSequenceClassification"
-    assert config.pad_token_id == config.raw["pad_token_id"] == first.tokenizer.pad_token_id
+    assert config.pad_token_id == config.raw["pad_token_id"] == first.tokenizer.pad_token_id == 0
     saved = load_model(first.run_folder, head="score")
     for name, value in weights_of(first.model).items():
         np.testing.assert_array_equal(weights_of(saved)[name], value)
@@ -229,6 +234,27 @@ def test_a_causal_folder_becomes_a_reward_model_with_the_tokenizers_padding(tmp_
     np.testing.assert_array_equal(further.model.score.weight.data, saved.score.weight.data)
     with pytest.raises(ValueError, match="holds a reward model"):
         SFTTrainer(first.run_folder, SFTConfig(), pairs(4))
+
+
+def test_the_planner_counts_no_logits(make_model, tokenizer):
+    causal = make_model(vocab_size=5000)
+    model = Decoder(causal.config, causal.backend, causal.dtype, head="score")
+    items = RewardTrainer(model, RewardConfig(), pairs(4), processing_class=tokenizer).plan.items
+    assert any("activations" in item.name for item in items)
+    assert not any(item.nbytes for item in items if "logits" in item.name)
+
+
+def test_arguments_of_the_chat_template_reach_the_rows(make_reward_model, tokenizer, monkeypatch):
+    seen = []
+
+    def render(messages, add_generation_prompt=False, tools=None, **arguments):
+        seen.append(arguments)
+        return "1"
+
+    monkeypatch.setattr(tokenizer, "render_chat", render)
+    args = RewardConfig(chat_template_kwargs={"mark": "7"})
+    RewardTrainer(make_reward_model(), args, pairs(2), processing_class=tokenizer)
+    assert seen == [{"mark": "7"}] * 4
 
 
 def test_a_causal_decoder_is_refused(make_model, tokenizer):

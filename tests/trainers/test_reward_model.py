@@ -119,6 +119,11 @@ def test_sampled_ids_with_and_without_an_end(folder, make_model, tokenizer):
     np.testing.assert_allclose(found, expected[[0, 0, 0, 1]], atol=1e-6)
 
 
+def test_arguments_of_the_chat_template_reach_it(make_grpo, folder):
+    trainer = make_grpo(folder, chat_template_kwargs={"mark": "7"})
+    assert trainer.reward_models[folder].template_arguments == {"mark": "7"}
+
+
 def test_a_completion_beyond_its_context_is_refused(folder, make_model, tokenizer):
     reward = RewardModel(folder)
     reward.load(make_model(), tokenizer, 1000)
