@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -227,3 +228,14 @@ def test_names_of_rewards_and_of_models(folder, tmp_path, monkeypatch):
         assert is_model_name(spec), spec
     for spec in ("exact", "length(target=3)", "rewards.py:f", "a/rewards.py:f", "unknown", share_of_ones, None):
         assert not is_model_name(spec), spec
+
+
+def test_a_name_of_the_hub_is_one(hub, make_grpo, folder):
+    files = {path.name: path.read_bytes() for path in Path(folder).iterdir() if path.is_file()}
+    hub.add("model", "cukit/a-reward", files)
+    trainer = make_grpo("cukit/a-reward", max_steps=1)
+    assert trainer.scorer.names == ["a-reward"]
+    ours, own = (
+        expected_scores(place, [[5, 6, 7]]) for place in (trainer.reward_models["cukit/a-reward"].source, folder)
+    )
+    np.testing.assert_array_equal(ours, own)
