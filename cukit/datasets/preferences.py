@@ -70,7 +70,7 @@ def encode_pairs(
 
 def turn_end(tokenizer: Tokenizer, chat_template_kwargs: dict | None = None) -> Ids:
     """The ids that the chat template writes after an assistant's last message: its end token and what follows it."""
-    word = "x"
+    word = "4815162342"  # which no template writes by itself
     messages = [{"role": "user", "content": word}, {"role": "assistant", "content": word}]
     text = tokenizer.render_chat(messages, False, None, **(chat_template_kwargs or {}))
     return tokenizer.encode(text[text.rindex(word) + len(word) :])
@@ -92,7 +92,10 @@ def _texts(row: dict, tokenizer: Tokenizer, template_arguments: dict) -> list[tu
         if isinstance(prompt, list) and isinstance(answer, str):
             answer = [{"role": "assistant", "content": answer}]
         if isinstance(prompt, str) and not isinstance(answer, str):
-            raise ValueError(f"prompt and {name} must both be text or both be message lists")
+            raise ValueError(
+                f"prompt and {name} must both be text or both be message lists; where {name} begins with the prompt, "
+                "leave that out (columns chosen,rejected)"
+            )
         if isinstance(answer, str):
             found.append((f"{prompt}{answer}", True))
         else:

@@ -59,7 +59,9 @@ def test_arguments_of_the_chat_template(tmp_path):
     (pair,), _ = encode_pairs([row], marked, chat_template_kwargs={"mark": "77"})
     assert marked.decode(pair.chosen, skip_special_tokens=False).endswith("2<|im_end|>\n77")
     end = marked.decode(turn_end(marked, {"mark": "77"}), skip_special_tokens=False)
-    assert end == "<|im_end|>\n77" and not marked.same_as(Tokenizer.from_folder(FOLDER))
+    assert end == "<|im_end|>\n77"
+    end = marked.decode(turn_end(marked, {"mark": "<|endoftext|>"}), skip_special_tokens=False)
+    assert end == "<|im_end|>\n<|endoftext|>" and not marked.same_as(Tokenizer.from_folder(FOLDER))
 
 
 def test_a_pair_with_one_long_answer_is_left_out(tokenizer):
