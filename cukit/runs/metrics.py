@@ -14,7 +14,7 @@ from .reporters import Reporters
 
 METRICS, COMPLETIONS = "metrics.jsonl", "completions.jsonl"
 # In a logged row these are the newest value; every other metric is the mean over the steps since the last row.
-LATEST = ("learning_rate", "num_tokens", "epoch", "skipped_updates", "loss_scale")
+LATEST = ("learning_rate", "lr", "num_tokens", "epoch", "episode", "eps", "skipped_updates", "loss_scale")
 
 logger = logging.getLogger(__name__)
 

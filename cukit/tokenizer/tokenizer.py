@@ -91,6 +91,11 @@ class Tokenizer:
         ends = [(one.eos_token_id, one.eos_token_ids, one.special_tokens) for one in (self, other)]
         return chats[0] == chats[1] and ends[0] == ends[1] and self._backend.to_str() == other._backend.to_str()
 
+    def agrees_with(self, other: "Tokenizer") -> bool:
+        """Whether every id that both have is the same token in both."""
+        own, others = ({i: token for token, i in one._backend.get_vocab(True).items()} for one in (self, other))
+        return all(others.get(i, token) == token for i, token in own.items())
+
     # ---- ids and text ----
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:

@@ -6,6 +6,7 @@ After the batch is on its device nothing a token crosses to the host: rewards, a
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -28,9 +29,11 @@ class Experience(Generation):
         self.kl_coef = trainer.args.kl_coef
         self.episodes = 0  # completions drawn so far
         self.scores = RunningMoments()
+        self._begun: tuple[float, int] | None = None  # when this process drew its first rollout, and episodes till then
 
     def batch(self, number: int) -> tuple[PackedBatch, dict]:
         trainer, args = self.trainer, self.trainer.args
+        self._begun = self._begun or (time.perf_counter(), self.episodes)
         drawn = self.draw(number)
         samples, rewards = drawn.samples, drawn.rewards
         self.episodes += len(samples)
@@ -46,8 +49,8 @@ class Experience(Generation):
             bootstrap = self._value(batch)
         metrics |= self._estimate(batch, bootstrap)
         metrics |= {"objective/scores": nan_mean(rewards)}
-        metrics["objective/rlhf_reward"] = metrics["objective/scores"] + metrics["objective/non_score_reward"]
-        self._move_kl_coef(metrics.get("objective/kl"), len(samples))
+        metrics["objective/rlhf_reward"] = metrics["objective/scores"] + metrics.get("objective/non_score_reward", 0.0)
+        self._move_kl_coef(metrics.get("objective/kl"), len(batch))
         self.show(drawn, SHOWN)
         return batch, metrics
 
@@ -89,30 +92,26 @@ class Experience(Generation):
         args, backend = self.trainer.args, self.trainer.model.backend
         borders = Rows(batch, 0, len(batch)).cu_learnt
         scores = backend.array(batch.rewards.astype(batch.weights.dtype))
-        penalties = backend.token_rewards(
-            batch.logprobs, batch.ref_logprobs, scores * 0, borders, self.kl_coef, args.kl_estimator
-        )
-        rewards = backend.token_rewards(
-            batch.logprobs, batch.ref_logprobs, scores, borders, self.kl_coef, args.kl_estimator
-        )
+        columns = batch.logprobs, batch.ref_logprobs
+        kl = -backend.token_rewards(*columns, scores * 0, borders, 1.0, args.kl_estimator).sum()
+        rewards = backend.token_rewards(*columns, scores, borders, self.kl_coef, args.kl_estimator)
         if args.whiten_rewards:
             rewards = backend.whiten(rewards, shift_mean=False)
         advantages, batch.returns = backend.gae(rewards, batch.values, bootstrap, borders, args.gamma, args.lam)
         batch.advantages = backend.whiten(advantages) if args.whiten_advantages else advantages
-        count = max(len(batch), 1)
-        found = {"penalty": penalties.sum(), "logprobs": batch.logprobs.sum(), "values": batch.values.mean()}
+        if not len(batch):
+            return {"kl_coef": self.kl_coef}
+        found = {"kl": kl, "logprobs": batch.logprobs.sum(), "values": batch.values.mean()}
         found |= {"unexplained": (batch.returns - batch.values).var(), "returns": batch.returns.var()}
         sums = {name: float(backend.to_numpy(value)) for name, value in found.items()}
         metrics = {
-            "objective/non_score_reward": sums["penalty"] / count,
-            "objective/entropy": -sums["logprobs"] / count,
+            "objective/non_score_reward": -self.kl_coef * sums["kl"] / len(batch),
+            "objective/entropy": -sums["logprobs"] / len(batch),
             "critic/values": sums["values"],
             "critic/explained_variance": 1 - sums["unexplained"] / sums["returns"] if sums["returns"] else math.nan,
             "kl_coef": self.kl_coef,
         }
-        if self.kl_coef:
-            metrics["objective/kl"] = -metrics["objective/non_score_reward"] / self.kl_coef
-        return metrics
+        return metrics | ({"objective/kl": sums["kl"] / len(batch)} if batch.ref_logprobs is not None else {})
 
     def _move_kl_coef(self, kl: float | None, count: int) -> None:
         """The adaptive controller of Ziegler et al. 2019, section 2.2."""
@@ -120,6 +119,11 @@ class Experience(Generation):
         if args.kl_target is not None and kl is not None and math.isfinite(kl):
             error = min(max(kl / args.kl_target - 1, -0.2), 0.2)
             self.kl_coef *= 1 + error * count / args.kl_horizon
+
+    def progress(self) -> dict:
+        """TRL's episode (completions drawn so far) and eps (of them a second, in this process)."""
+        begun, before = self._begun or (0.0, 0)
+        return {"episode": self.episodes, "eps": (self.episodes - before) / (time.perf_counter() - begun)}
 
     def state(self) -> dict:
         """What a checkpoint needs, as JSON values."""

@@ -7,7 +7,6 @@ et al. 2019. Names and metrics are those of TRL's PPOTrainer.
 from __future__ import annotations
 
 import math
-import time
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -15,14 +14,18 @@ from typing import Any
 import numpy as np
 
 from ..autograd import Tensor, no_grad
+from ..datasets.sampler import batches_an_epoch
 from ..engine.memory import Plan
 from ..engine.shapes import ModelUse
+from ..models.config import ModelConfig
 from ..models.decoder import Decoder
 from ..models.logprobs import PackedTokens, predicting_states
 from ..models.value_head import ValueHead
-from ..models.weights import load_model
+from ..models.weights import load_config, load_model, model_folder
 from ..ops import ppo_loss
 from ..ops.ppo_loss import PPO_STATS
+from ..options import require
+from ..tokenizer import Tokenizer
 from .batch import Rows
 from .experience import Experience
 from .policy_trainer import PolicyTrainer
@@ -55,7 +58,6 @@ class PPOTrainer(PolicyTrainer):
 
     def make_generation(self) -> Experience:
         self._ratios: list[float] = []  # mean ratio of each update of the rollout
-        self._begun = None
         return Experience(self)
 
     # ---- models ----
@@ -70,6 +72,7 @@ class PPOTrainer(PolicyTrainer):
         if self.args.critic == "shared":
             return ValueHead(policy.backend, policy.dtype, policy.config.hidden_size)
         if self.args.critic_model is not None:
+            self._critic_config(policy.config)
             critic = load_model(self.args.critic_model, policy.backend.name, policy.dtype, head="score")
         else:
             critic = Decoder(policy.config, policy.backend, policy.dtype, head="score")
@@ -79,6 +82,29 @@ class PPOTrainer(PolicyTrainer):
                     view[...] = own[name]
         critic.gradient_checkpointing = self.args.gradient_checkpointing
         return critic
+
+    def _critic_config(self, policy: ModelConfig) -> ModelConfig:
+        """The separate critic's; ValueError if it cannot read what the policy writes."""
+        name = self.args.critic_model
+        if name is None:
+            return policy
+        config, folder = load_config(name), model_folder(name, weights=False)
+        same = "give a critic with the policy's tokenizer, or leave critic_model out"
+        require(
+            config.vocab_size >= self.tokenizer.vocab_size,
+            f"critic_model={name} has {config.vocab_size} ids, and the policy's tokenizer {self.tokenizer.vocab_size}; "
+            f"{same}",
+        )
+        if (folder / "tokenizer.json").is_file():
+            agrees = Tokenizer.from_folder(folder).agrees_with(self.tokenizer)
+            require(agrees, f"critic_model={name} has another tokenizer than the policy; {same}")
+        length, context = self.args.max_model_len or policy.max_position_embeddings, config.max_position_embeddings
+        require(
+            min(length, policy.max_position_embeddings) <= context,
+            f"critic_model={name} has a context of {context} tokens, shorter than the policy's; give "
+            f"max_model_len={context}",
+        )
+        return config
 
     @property
     def critic(self) -> Decoder | ValueHead:
@@ -95,14 +121,27 @@ class PPOTrainer(PolicyTrainer):
         use, critics = self.model, []
         if self.args.critic == "separate":
             loaded = isinstance(use, Decoder)
-            critics = [ModelUse(CRITIC, use.config, use.dtype, trained=True, loaded=loaded, head=False)]
+            config = self._critic_config(use.config)
+            critics = [ModelUse(CRITIC, config, use.dtype, trained=True, loaded=loaded, head=False)]
         return super().plan_memory(*critics, *more, **sizes)
 
     def count_steps(self) -> int:
         args = self.args
         if args.max_steps > 0 or args.total_episodes is None:
             return super().count_steps()
-        return math.ceil(args.total_episodes / args.generation_size) * self.updates_a_generation
+        epochs, rest = divmod(args.total_episodes, len(self.train_rows))
+        batches = batches_an_epoch(len(self.train_rows), args.generation_size)  # the last one may be smaller
+        return (epochs * batches + math.ceil(rest / args.generation_size)) * self.updates_a_generation
+
+    def train_step(self) -> dict:
+        """See Trainer. A rollout that a stop or an error cuts short is drawn again, so its counts are put back too."""
+        step, before = self.global_step, self.generation.state()
+        try:
+            return super().train_step()
+        except BaseException:
+            if self.global_step == step:
+                self.generation.load(before)
+            raise
 
     # ---- the loss ----
 
@@ -156,12 +195,13 @@ class PPOTrainer(PolicyTrainer):
         return loss, sums if rows.serves == CRITIC else sums | self.sampling_sums(logprobs.data, rows)
 
     def step_metrics(self, sums: dict) -> dict:
-        if not sums:  # nothing counted
-            return {}
-        policy, critic = (dict(zip(PPO_STATS, sums[name].tolist(), strict=True)) for name in (POLICY, CRITIC))
-        tokens = max(policy["num_tokens"], 1.0)
         if self._on_policy:
             self._ratios.clear()
+        progress = self.generation.progress()
+        if not sums:  # nothing counted
+            return progress
+        policy, critic = (dict(zip(PPO_STATS, sums[name].tolist(), strict=True)) for name in (POLICY, CRITIC))
+        tokens = max(policy["num_tokens"], 1.0)
         self._ratios.append(policy["ratio"] / tokens)
         metrics = {
             "loss/policy_avg": policy["policy_loss"],
@@ -179,14 +219,7 @@ class PPOTrainer(PolicyTrainer):
             metrics["policy/dual_clipfrac_avg"] = policy["dual_clip"] / tokens
         if self.args.beta:
             metrics["kl"] = policy["kl"] / tokens
-        return metrics | self.sampling_metrics(sums, tokens) | self._progress()
-
-    def _progress(self) -> dict:
-        """TRL's episode (completions drawn so far) and eps (of them a second, in this process)."""
-        self._begun = self._begun or (time.perf_counter(), self.generation.episodes)
-        seconds = time.perf_counter() - self._begun[0]
-        done = self.generation.episodes - self._begun[1]
-        return {"episode": self.generation.episodes, "eps": done / seconds if done else 0.0}
+        return metrics | self.sampling_metrics(sums, tokens) | progress
 
     # ---- checkpoints ----
 

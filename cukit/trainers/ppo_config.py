@@ -81,7 +81,8 @@ class PPOConfig(PolicyConfig):
             )
             values["max_completion_length"] = length
         if (path := values.pop("reward_model_path", None)) is not None:
-            values["reward_funcs"] = [*(values.get("reward_funcs") or []), path]
+            others = values.get("reward_funcs") or []
+            values["reward_funcs"] = [*([others] if isinstance(others, str) else others), path]
         return values
 
     def __post_init__(self) -> None:
