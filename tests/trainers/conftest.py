@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cukit import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
+from cukit import GRPOConfig, GRPOTrainer, PPOConfig, PPOTrainer, SFTConfig, SFTTrainer
 from cukit.backend import backend_for
 from cukit.datasets.demonstrations import encode_prompts
 from cukit.engine.config import SamplingParams
@@ -112,6 +112,45 @@ def make_grpo(make_model, tokenizer, tmp_path, rows):
     return build
 
 
+@pytest.fixture
+def make_ppo(make_model, tokenizer, tmp_path, rows):
+    """make_ppo(reward, dtype=, **options) -> a PPOTrainer of 12 completions a rollout and one pass over it."""
+    numbers = count()
+
+    def build(reward=share_of_ones, dtype="float32", train_dataset=None, eval_dataset=None, callbacks=(), model=None,
+              environment_factory=None, **options):  # fmt: skip
+        options = (
+            dict(
+                output_dir=str(tmp_path / f"ppo{next(numbers)}"),
+                learning_rate=1e-2,
+                max_steps=2,
+                logging_steps=1,
+                lr_scheduler_type="constant",
+                per_device_train_batch_size=12,
+                num_ppo_epochs=1,
+                max_completion_length=6,
+                temperature=1.0,
+                gradient_checkpointing=False,
+                save_steps=0,
+            )
+            | options
+        )
+        if "response_length" in options:
+            del options["max_completion_length"]
+        return PPOTrainer(
+            make_model(dtype) if model is None else model,
+            reward,
+            PPOConfig(**options),
+            train_dataset or rows,
+            eval_dataset,
+            tokenizer,
+            callbacks,
+            environment_factory=environment_factory,
+        )
+
+    return build
+
+
 def logged(trainer, name):
     """Every value of a metric in metrics.jsonl."""
     lines = (trainer.run_folder / "metrics.jsonl").read_text().splitlines()
@@ -161,7 +200,7 @@ def make_sft(make_model, tokenizer, tmp_path):
 
 def rows_without_times(run_folder):
     """metrics.jsonl without wall-clock times."""
-    timed = ("time/", "step_time", "tokens_per_second", "eval/runtime")
+    timed = ("time/", "step_time", "tokens_per_second", "eval/runtime", "eps")
     return [
         {name: value for name, value in row.items() if not name.startswith(timed)}
         for row in read_jsonl(Path(run_folder) / "metrics.jsonl")
