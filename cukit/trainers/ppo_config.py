@@ -93,7 +93,7 @@ class PPOConfig(PolicyConfig):
             check_range(self, name, 0)
         for name in ("kl_target", "reward_clip", "cliprange_value"):
             check_range(self, name, 0, open_low=True)
-        for name in ("critic_learning_rate", "critic_warmup_steps"):
+        for name in ("critic_learning_rate", "critic_warmup_steps", "missing_eos_penalty"):
             check_range(self, name, 0)
         for name in ("gamma", "lam"):
             check_range(self, name, 0, 1)

@@ -96,7 +96,7 @@ def start(code_or_arguments, *arguments, **more):
 
 
 def rows_of(run):
-    timed = ("time/", "step_time", "tokens_per_second", "eval/runtime")
+    timed = ("time/", "step_time", "tokens_per_second", "eval/runtime", "eps")
     return [
         {name: value for name, value in row.items() if not name.startswith(timed)}
         for row in read_jsonl(run / "metrics.jsonl")
@@ -176,6 +176,44 @@ def straight_run(tmp_path_factory):
     run = tmp_path_factory.mktemp("runs") / "straight"
     assert start(WORKER, run, json.dumps(DYNAMIC)).wait(60) == 0
     return run
+
+
+PPO_WORKER = (
+    WORKER.replace("GRPO", "PPO")
+    .replace("steps_per_generation=2, num_generations=4", "num_mini_batches=2, num_ppo_epochs=2")
+    .replace("per_device_train_batch_size=16", "per_device_train_batch_size=5")
+)
+PPO_OPTIONS = dict(kl_coef=0.1, kl_target=0.01, kl_horizon=30, normalize_rewards=True, critic_learning_rate=1e-2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("critic", ["separate", "shared"])
+def test_a_run_of_ppo_killed_at_random_moments_ends_as_if_nothing_had_happened(tmp_path, critic):
+    """kill -9 three times: the critic, the KL's coefficient and the running moments of rewards go on as they were."""
+    options, moments = json.dumps(PPO_OPTIONS | {"critic": critic}), random.Random(10)
+    straight, cut = tmp_path / "straight", tmp_path / "cut"
+    first = start(PPO_WORKER, straight, options)
+    for _ in range(3):
+        process, steps = start(PPO_WORKER, cut, options), moments.randint(4, 6)
+        for line in process.stdout:
+            steps -= line.startswith("done")
+            if not steps:
+                break
+        time.sleep(moments.random() * 0.03)
+        process.kill()
+        _, errors = process.communicate()
+        assert process.returncode == -signal.SIGKILL and latest_checkpoint(cut) is not None, errors
+    _, errors = start(PPO_WORKER, cut, options).communicate(timeout=60)
+    assert newest_model(cut) == cut, errors
+    assert first.wait(60) == 0
+    assert rows_of(cut) == rows_of(straight) and len({row["kl_coef"] for row in rows_of(cut) if "kl_coef" in row}) > 3
+    for name in (
+        "model.safetensors",
+        "checkpoint-20/critic/model.safetensors",
+        "checkpoint-20/trainer_state.safetensors",
+    ):
+        assert (cut / name).read_bytes() == (straight / name).read_bytes(), name
+    assert all(why_not_whole(path) is None for path in list_checkpoints(cut)) and not list(cut.glob(".checkpoint*"))
 
 
 @pytest.mark.slow
