@@ -14,7 +14,7 @@ from cukit.commands.trl_table import NOT_NEEDED, NOT_YET, ROWS, TAKEN, Row  # no
 PAGE = ROOT / "docs/MIGRATION.md"
 BEGIN, END = "<!-- made by docs/make_migration.py -->", "<!-- end -->"
 FIELDS = json.loads((ROOT / "tests/commands/trl_fields.json").read_text())
-KNOWN = {name: command_options(cukit_cli.COMMANDS[name]) for name in ("grpo", "sft", "reward")}
+KNOWN = {name: command_options(cukit_cli.COMMANDS[name]) for name in ("grpo", "ppo", "sft", "reward")}
 
 
 def with_tables(page: str) -> str:

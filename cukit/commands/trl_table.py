@@ -1,9 +1,8 @@
 """What becomes of each option of TRL that is no option of cukit under the same name.
 
-The names are those of TRL 1.x (GRPOConfig, SFTConfig, RewardConfig, ModelConfig, ScriptArguments, TrlParser's YAML) and
-transformers 4.4x to 5 (TrainingArguments). A name that is an option of the command needs no row, and a row for it is
-not looked at.
-docs/MIGRATION.md shows this table.
+The names are those of TRL 1.x (GRPOConfig, PPOConfig, SFTConfig, RewardConfig, ModelConfig, ScriptArguments, TrlParser's
+YAML) and transformers 4.4x to 5 (TrainingArguments). A name that is an option of the command needs no row, and a row
+for it is not looked at. docs/MIGRATION.md shows this table.
 """
 
 from collections.abc import Iterator
@@ -60,6 +59,7 @@ ROWS: tuple[Row, ...] = (
     *_taken("max_completion_length", "response_length"),
     *_taken("model", "sft_model_path"),
     *_taken("reward_funcs", "reward_model_path", "reward_model_name_or_path", note="one more reward"),
+    *_taken("stop_token_ids", "stop_token_id"),
     *_taken("vllm_importance_sampling_clip_max", "vllm_importance_sampling_cap"),
     Row("use_cpu", TAKEN, "device", becomes=((True, "cpu"),), note="true: cpu"),
     Row("no_cuda", TAKEN, "device", becomes=((True, "cpu"),), note="true: cpu"),
@@ -85,6 +85,7 @@ ROWS: tuple[Row, ...] = (
         "only vllm_mode=server uses it",
         *("vllm_server_base_url", "vllm_server_host", "vllm_server_port", "vllm_server_timeout", "vllm_group_port"),
     ),
+    *_not_needed("a completion ends at the model's end tokens", stop_token="eos"),
     *_not_yet("guided decoding", "vllm_structured_outputs_regex", "vllm_guided_decoding_regex"),
     # ---- models ----
     *_not_needed(
@@ -102,7 +103,7 @@ ROWS: tuple[Row, ...] = (
     *_not_yet(
         "adapters (LoRA)",
         *("use_peft", "peft_config", "lora_target_modules", "lora_target_parameters", "lora_modules_to_save"),
-        *("use_rslora", "use_dora"),
+        *("use_rslora", "use_dora", "model_adapter_name", "ref_adapter_name"),
         lora_r=16,
         lora_alpha=32,
         lora_dropout=0.05,
@@ -143,7 +144,12 @@ ROWS: tuple[Row, ...] = (
     ),
     *_not_needed("the mean over all learnt tokens of an optimizer batch is the loss", loss_type=("nll", "chunked_nll")),
     *_not_needed("means are over the whole optimizer batch", "average_tokens_across_devices"),
-    *_not_needed("max_tokens_per_batch splits the work", "auto_find_batch_size"),
+    *_not_needed("max_tokens_per_batch splits the work", "auto_find_batch_size", "local_rollout_forward_batch_size"),
+    *_not_needed(
+        "TRL computes it too, whatever is given",
+        *("world_size", "num_total_batches", "micro_batch_size", "local_batch_size", "batch_size"),
+        *("local_mini_batch_size", "mini_batch_size"),
+    ),
     *_not_needed("memory is planned before the run", "torch_empty_cache_steps", "skip_memory_metrics"),
     *_not_needed("runs are deterministic, and seed is the one seed", "full_determinism", "data_seed"),
     *_not_yet("this loss", "dft", label_smoothing_factor=0.0),
@@ -168,10 +174,12 @@ ROWS: tuple[Row, ...] = (
     *_not_needed(
         "one completion is printed, a group is in completions.jsonl", "num_completions_to_print", "log_unique_prompts"
     ),
+    *_not_needed("completions.jsonl has some of every rollout", "num_sample_generations"),
+    *_not_needed("run_name names a run", "exp_name"),
     *_not_needed("tokens are always counted", "include_num_input_tokens_seen", "include_tokens_per_second"),
     *_not_needed("a display is drawn only on a terminal", "disable_tqdm", "log_level", "log_level_replica"),
     *_not_needed(
-        "max_num_seqs (grpo) and max_tokens_per_batch (sft, reward) split evaluations", "per_device_eval_batch_size"
+        "max_num_seqs (grpo, ppo) and max_tokens_per_batch (sft, reward) split evaluations", "per_device_eval_batch_size"
     ),
     *_not_needed(
         "evaluations keep no logits",

@@ -30,6 +30,7 @@ def test_a_recipe_is_taken(path):
 def test_there_are_recipes():
     assert {path.stem for path in RECIPES} >= {
         "tiny-grpo",
+        "tiny-ppo",
         "tiny-sft",
         "tiny-reward",
         "smollm2-arithmetic",

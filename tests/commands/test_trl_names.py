@@ -17,6 +17,7 @@ from cukit.commands.trl_names import rows, translated
 from cukit.commands.trl_table import NOT_NEEDED, NOT_YET, ROWS, TABLE, TAKEN
 from cukit.trainers.config import SFTConfig
 from cukit.trainers.grpo_config import GRPOConfig
+from cukit.trainers.ppo_config import PPOConfig
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs/MIGRATION.md"
@@ -25,6 +26,7 @@ FILES = {
     "TrainingArguments": "transformers/training_args.py",
     "_BaseConfig": "trl/trainer/base_config.py",
     "GRPOConfig": "trl/trainer/grpo_config.py",
+    "PPOConfig": "trl/experimental/ppo/ppo_config.py",
     "SFTConfig": "trl/trainer/sft_config.py",
     "RewardConfig": "trl/trainer/reward_config.py",
     "ModelConfig": "trl/trainer/model_config.py",
@@ -32,9 +34,13 @@ FILES = {
     "DatasetMixtureConfig": "trl/scripts/utils.py",
     "GRPOScriptArguments": "trl/scripts/grpo.py",
 }
-
-
-OWNERS = {"GRPOConfig": "grpo", "GRPOScriptArguments": "grpo", "SFTConfig": "sft", "RewardConfig": "reward"}
+OWNERS = {
+    "GRPOConfig": "grpo",
+    "GRPOScriptArguments": "grpo",
+    "PPOConfig": "ppo",
+    "SFTConfig": "sft",
+    "RewardConfig": "reward",
+}
 
 
 def known(command: str) -> dict:
@@ -52,7 +58,7 @@ def written(tmp_path, text: str) -> str:
 def names_without_a_row(fields: dict[str, list[str]]) -> list[str]:
     found = []
     for owner, names in fields.items():
-        for command in ("grpo", "sft", "reward"):
+        for command in ("grpo", "ppo", "sft", "reward"):
             if OWNERS.get(owner, command) == command:
                 found += [f"{owner}.{name}" for name in names if name not in known(command) and name not in TABLE]
     return found
@@ -61,9 +67,12 @@ def names_without_a_row(fields: dict[str, list[str]]) -> list[str]:
 def test_every_option_of_trl_is_an_option_here_or_has_a_row():
     assert set(STORED) == set(FILES) and sum(map(len, STORED.values())) > 200
     assert names_without_a_row(STORED) == []
-    assert names_without_a_row({"GRPOConfig": ["beta", "gamma"], "SFTConfig": ["beta"]}) == [
+    assert names_without_a_row(
+        {"GRPOConfig": ["beta", "gamma"], "SFTConfig": ["beta"], "PPOConfig": ["gamma", "delta"]}
+    ) == [
         "GRPOConfig.gamma",
         "SFTConfig.beta",
+        "PPOConfig.delta",
     ]
 
 
@@ -82,7 +91,7 @@ def test_every_option_of_the_installed_trl_has_a_row():
 
 def test_a_row_is_well_formed():
     assert len(ROWS) == len(TABLE)  # no name twice
-    options = known("grpo") | known("sft") | known("reward")
+    options = known("grpo") | known("ppo") | known("sft") | known("reward")
     for row in ROWS:
         assert row.kind in (TAKEN, NOT_NEEDED, NOT_YET) and row.text, row
         assert (row.kind == TAKEN) == (row.text in options), row
@@ -218,6 +227,30 @@ def test_words_of_a_command_line(options, fails, capsys):
     line = fails("sft", "--model", "m", "--push_to_hub", "--loss_type", "dft", "--packing_strategy", "bfd")
     assert "--push_to_hub (pushing to the hub)" in line and "--loss_type=dft" in line
     assert "not needed: --packing_strategy (rows are always packed" in line
+
+
+def test_a_yaml_of_trls_ppo_is_taken(options, fails, capsys, tmp_path):
+    text = (
+        "model_name_or_path: m\ndataset_name: rows.jsonl\nreward_model_path: r\nresponse_length: 9\nstop_token_id: 7\n"
+        "total_episodes: 640\nnum_mini_batches: 2\nnum_ppo_epochs: 3\nmissing_eos_penalty: 1.0\nexp_name: a\n"
+        "local_rollout_forward_batch_size: 8\nnum_sample_generations: 10\nds3_gather_for_generation: true\n"
+        "kl_estimator: k3\nwhiten_rewards: true\nmodel_adapter_name: null\nmini_batch_size: null\n"
+    )
+    values = options("ppo", "--config", written(tmp_path, text))
+    config = make(PPOConfig, values)
+    assert (values["model"], values["data"], config.reward_funcs) == ("m", "rows.jsonl", ["r"])
+    assert (config.max_completion_length, config.stop_token_ids, config.total_episodes) == (9, [7], 640)
+    assert (config.num_mini_batches, config.num_ppo_epochs, config.missing_eos_penalty) == (2, 3, 1.0)
+    assert config.kl_estimator == "k3" and config.whiten_rewards
+    (line,) = (line for line in capsys.readouterr().err.splitlines() if line.startswith("not needed"))
+    for name in ("exp_name", "local_rollout_forward_batch_size", "num_sample_generations", "ds3_gather_for_generation"):
+        assert name in line
+    given = ("ppo", "--model", "m", "--data", "rows.jsonl", "--reward_model_path", "r")
+    words = options(*given, "--stop_token_id", "7", "--stop_token", "eos")
+    assert make(PPOConfig, words).stop_token_ids == [7] and make(PPOConfig, words).reward_funcs == ["r"]
+    assert "--model_adapter_name (adapters (LoRA))" in fails(*given, "--model_adapter_name", "a")
+    line = fails("ppo", "--config", written(tmp_path, text + "max_completion_length: 6\n"))
+    assert "max_completion_length is given twice, once as response_length" in line
 
 
 def test_trls_dotted_path_of_a_reward_is_a_file_and_a_function(tmp_path, monkeypatch):
