@@ -179,6 +179,13 @@ def flat_values(config: Options) -> dict[str, Any]:
     return {name: getattr(config, name) for name in config.options() if name not in out}
 
 
+def stated_values(config: Options) -> dict[str, Any]:
+    """flat_values for a file that is read again: what is None is left out unless the default is another value."""
+    options = config.options()
+    values = flat_values(config).items()
+    return {name: value for name, value in values if value is not None or options[name].default is not None}
+
+
 def given_values(config: Options) -> dict[str, Any]:
     """The values that were given, by their flat names: `type(config)(**given_values(config)) == config`."""
     return {name: getattr(config, name) for name in config.options() if name in config.given}

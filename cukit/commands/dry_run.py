@@ -9,14 +9,14 @@ from typing import Any
 import yaml
 
 from ..engine.config import EngineConfig
-from ..options import Options, flat_values
+from ..options import Options, stated_values
 from ..trainers.config import TrainerConfig
 
 
 def show_training(trainer_class: Any, args: TrainerConfig, read: dict[str, str]) -> None:
     """read: the files: model, data, eval_data."""
     trainer = without_weights(trainer_class, args, read)
-    _print_options(read | flat_values(args))
+    _print_options(read | stated_values(args))
     print(f"# steps: {trainer.count_steps()}")
     _print_plan(trainer.plan_memory())
 
@@ -27,7 +27,7 @@ def show_engine(options: Options, model: str, device: str, dtype: str, engine: E
     from ..engine.shapes import ModelUse
 
     shape = model_shape(model, device, dtype)
-    _print_options(flat_values(options))
+    _print_options(stated_values(options))
     _print_plan(plan_memory([ModelUse("model", shape.config, shape.dtype)], engine, shape.backend))
 
 
@@ -58,7 +58,7 @@ def model_shape(model: str, device: str, dtype: str, head: str = "lm_head") -> S
 
 
 def _print_options(values: dict[str, Any]) -> None:
-    given = {name: value for name, value in values.items() if value is not None and name != "dry_run"}
+    given = {name: value for name, value in values.items() if name != "dry_run"}
     print(yaml.safe_dump(given, sort_keys=False, allow_unicode=True), end="")
 
 

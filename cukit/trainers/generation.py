@@ -96,7 +96,8 @@ class Generation:
             names, tokenizer = trainer.scorer.names, trainer.tokenizer
             shown = completion_rows(rows, samples, names, drawn.by_function, advantages, tokenizer)
             trainer.logger.log_completions(step, shown)
-        if trainer.args.log_completions and step % trainer.args.logging_steps == 0:
+        last, every = step - 1 + trainer.updates_a_generation, trainer.args.logging_steps
+        if trainer.args.log_completions and last // every > (step - 1) // every:  # one of its steps is logged
             trainer.say(f"prompt {rows[0]['prompt']!r}\ncompletion {samples.texts[0]!r} reward {rewards[0]:g}")
 
     def _warn(self, samples: Samples, rewards: np.ndarray) -> None:

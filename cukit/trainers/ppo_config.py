@@ -15,7 +15,7 @@ class PPOConfig(PolicyConfig):
     of max_completion_length and of a reward.
     """
 
-    group = "ppo"
+    group = "loss"
     exclusive = (*EXCLUSIVE, ("max_steps", "total_episodes"), ("num_train_epochs", "total_episodes"))
 
     learning_rate: float = option(3e-6, "peak learning rate of AdamW", group="training")
@@ -30,12 +30,12 @@ class PPOConfig(PolicyConfig):
         None, "where the advantage is below 0 the loss is at most this times its size (Ye et al. 2020: 3)"
     )
     entropy_coef: float = option(0.0, "weight of the mean entropy of a token, which the loss raises")
-    kl_coef: float = option(0.05, "weight of each token's KL to the reference, taken off its reward; 0 loads none")
+    kl_coef: float = option(0.05, "weight of each token's KL to the reference, taken off its reward; 0: none")
     kl_estimator: str = option("k1", "estimate of that KL", ("k1", "k3"))
     kl_target: float | None = option(
         None, "move kl_coef after each rollout towards this KL of a completion, in nats (Ziegler et al. 2019)"
     )
-    kl_horizon: int = option(10000, "completions over which kl_coef may change by a factor of e at most 0.2 times")
+    kl_horizon: int = option(10000, "completions in which kl_coef changes by a factor of at most e^0.2 (1.22)")
     beta: float = option(0.0, "weight of the KL to the reference in the loss itself, estimated by k3")
     missing_eos_penalty: float | None = option(
         None, "taken off the score of a completion that no stop token ended", group="rewards"

@@ -26,7 +26,7 @@ from ..engine.shapes import ModelUse
 from ..models.decoder import Decoder
 from ..models.weights import load_model, model_folder, save_model
 from ..optim import AdamW, learning_rate_factor
-from ..options import flat_values
+from ..options import stated_values
 from ..runs.metrics import MetricsLogger, Timer
 from ..runs.progress import Progress
 from ..runs.reporters import check_packages
@@ -273,7 +273,7 @@ class Trainer(ABC):
 
     def run_config(self) -> dict:
         """What config.yaml holds: the resolved options, without how the run was started."""
-        values = {name: value for name, value in flat_values(self.args).items() if value is not None}
+        values = stated_values(self.args)
         values.pop("resume_from_checkpoint", None)
         return ({"model": self.model_name} if self.model_name else {}) | values | {"output_dir": str(self.run_folder)}
 

@@ -65,6 +65,16 @@ def test_a_run_sends_every_row_under_transformers_names(make_grpo, recorder, row
     assert calls[-1] == ("close",) and calls.count(("close",)) == 1
 
 
+def test_ppos_metrics_are_sent(make_ppo, recorder):
+    trainer = make_ppo(report_to=["wandb"], cliprange_value=None, log_completions=True)
+    trainer.train()
+    (calls,) = recorder.runs
+    (_, first), (_, second) = sent(calls)
+    for name in ("objective/kl", "loss/value_avg", "val/ratio", "critic/explained_variance", "grad_norm/critic", "eps"):
+        assert isinstance(first[f"train/{name}"], float) and isinstance(second[f"train/{name}"], float), name
+    assert calls[0][1].config["cliprange_value"] is None and len(sent(calls, "completions")) == 2
+
+
 def test_a_resumed_run_goes_on_under_its_id(make_sft, recorder, tmp_path):
     folder = str(tmp_path / "run")
     first = make_sft(output_dir=folder, report_to="wandb", save_steps=2)

@@ -229,6 +229,14 @@ def test_what_has_no_number_is_not_logged(make_ppo):
     assert trainer.reference is None and logged(trainer, "objective/rlhf_reward") == [0.5]
 
 
+@pytest.mark.parametrize("every, expected", [(1, 3), (3, 3), (4, 2), (9, 1), (10, 0)])
+def test_a_completion_is_shown_where_a_step_of_its_rollout_is_logged(make_ppo, every, expected):
+    trainer, said = make_ppo(log_completions=True, logging_steps=every, num_ppo_epochs=3, max_steps=9), []
+    trainer.say = said.append
+    trainer.train()
+    assert sum(text.startswith("prompt ") for text in said) == expected
+
+
 # ---- mini-batches ----
 
 

@@ -35,6 +35,21 @@ def test_a_run_ends_with_its_record_and_its_page(make_grpo, rows):
     assert [row["step"] for row in run["completions"] if not row["eval"]] == [1] * 4 + [2] * 4 + [3] * 4
 
 
+def test_a_page_shows_the_critic_of_ppo(make_ppo):
+    trainer = make_ppo(cliprange_value=None)
+    trainer.train()
+    text = (trainer.run_folder / "report.html").read_text(encoding="utf-8")
+    data = json.loads(text.split('<script type="application/json" id="data">')[1].split("</script>")[0])
+    charts = {chart["title"]: chart["metric"] for chart in data["charts"]}
+    assert charts["Value loss"] == "loss/value_avg" and charts["Explained variance"] == "critic/explained_variance"
+    assert charts["KL of a completion"] == "objective/kl" and charts["Clipped values"] == "val/clipfrac_avg"
+    assert charts["Clip ratio"] == "policy/clipfrac_avg" and "KL divergence" not in charts
+    (run,) = data["runs"]
+    assert {chart["metric"] for chart in data["charts"]} <= {name for name, _, _ in run["metrics"]}
+    assert [row["step"] for row in run["completions"]] == [1] * 8 + [2] * 8
+    assert starts(trainer)[0]["method"] == "ppo"
+
+
 def test_a_resumed_run_adds_a_start(make_grpo):
     first = make_grpo(max_steps=2)
     first.train()
