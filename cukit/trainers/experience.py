@@ -15,7 +15,7 @@ from ..autograd import no_grad
 from .advantage import group_advantages
 from .batch import FINISH_REASONS, PackedBatch, Rows
 from .generation import Drawn, Generation
-from .rewarding import nan_mean, sample_metrics
+from .rewarding import sample_metrics
 from .rollout import Samples, pack_samples
 
 SHOWN = 8  # completions of a rollout in completions.jsonl
@@ -48,8 +48,6 @@ class Experience(Generation):
         with trainer.timer("values"):
             bootstrap = self._value(batch)
         metrics |= self._estimate(batch, bootstrap)
-        metrics |= {"objective/scores": nan_mean(rewards)}
-        metrics["objective/rlhf_reward"] = metrics["objective/scores"] + metrics.get("objective/non_score_reward", 0.0)
         self._move_kl_coef(metrics.get("objective/kl"), len(batch))
         self.show(drawn, SHOWN)
         return batch, metrics
@@ -104,8 +102,11 @@ class Experience(Generation):
         found = {"kl": kl, "logprobs": batch.logprobs.sum(), "values": batch.values.mean()}
         found |= {"unexplained": (batch.returns - batch.values).var(), "returns": batch.returns.var()}
         sums = {name: float(backend.to_numpy(value)) for name, value in found.items()}
+        score, penalty = float(batch.rewards.mean()), -self.kl_coef * sums["kl"] / len(batch)
         metrics = {
-            "objective/non_score_reward": -self.kl_coef * sums["kl"] / len(batch),
+            "objective/scores": score,
+            "objective/non_score_reward": penalty,
+            "objective/rlhf_reward": score + penalty,
             "objective/entropy": -sums["logprobs"] / len(batch),
             "critic/values": sums["values"],
             "critic/explained_variance": 1 - sums["unexplained"] / sums["returns"] if sums["returns"] else math.nan,

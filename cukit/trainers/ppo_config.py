@@ -1,10 +1,13 @@
 """Options of PPO; names, defaults and meaning are those of TRL's PPOConfig where TRL has them."""
 
+import logging
 from typing import Any
 
-from ..options import check_range, option, require
+from ..options import check_range, option, require, say_once
 from .config import EXCLUSIVE
 from .policy_config import PolicyConfig
+
+logger = logging.getLogger(__name__)
 
 
 class PPOConfig(PolicyConfig):
@@ -106,6 +109,12 @@ class PPOConfig(PolicyConfig):
             self.critic == "separate" or self.critic_model is None,
             f"critic_model={self.critic_model} is for critic=separate; a shared critic is a head of the policy",
         )
+
+        if self.total_episodes is not None:
+            both = ("max_steps", "total_episodes", "num_train_epochs")
+            ruling, void = both[:2] if self.max_steps > 0 else both[1:]
+            if {ruling, void} <= self.given:
+                say_once(logger, f"{ruling}={getattr(self, ruling)} rules: {void}={getattr(self, void)} is not used")
 
     def ruled_out(self) -> set[str]:
         out = super().ruled_out()

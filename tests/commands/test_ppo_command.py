@@ -115,6 +115,19 @@ def test_a_mistake_is_one_line(fails, words, message):
     assert message in fails("ppo", *words)
 
 
+@pytest.mark.parametrize(
+    "given, line",
+    [
+        (dict(max_steps=7, total_episodes=91), "max_steps=7 rules: total_episodes=91 is not used"),
+        (dict(num_train_epochs=9, total_episodes=92), "total_episodes=92 rules: num_train_epochs=9.0 is not used"),
+        (dict(total_episodes=93), None),
+    ],
+)
+def test_what_says_the_length_of_a_run(caplog, given, line):
+    PPOConfig(**given)
+    assert [record.getMessage() for record in caplog.records] == ([line] if line else [])
+
+
 def test_a_critic_that_does_not_fit_is_one_line(fails, make_critic):
     line = fails("ppo", "--device", "cpu", "--dry_run", "--critic_model", make_critic(vocab_size=5))
     assert "has 5 ids, and the policy's tokenizer" in line

@@ -114,7 +114,7 @@ def test_a_rollout_of_nothing_does_not_break_the_run(make_ppo, options):
         assert change(ends[step - 1][0], ends[step][0]) == change(ends[step - 1][1], ends[step][1]) == 0
     assert change(ends[-2][0], ends[-1][0]) > 0
     assert logged(trainer, "grad_norm")[updates : 2 * updates] == [0.0] * updates
-    assert len(logged(trainer, "objective/kl")) == len(logged(trainer, "critic/values")) == 2
+    assert all(len(logged(trainer, name)) == 2 for name in ("objective/kl", "objective/scores", "critic/values"))
     assert logged(trainer, "episode") == [12.0 * (1 + i // updates) for i in range(3 * updates)]
     if "kl_target" in options:
         assert coefficients[0] != coefficients[1] == coefficients[2]
@@ -176,8 +176,9 @@ def test_the_metrics_of_a_rollout_are_those_by_hand(make_ppo, estimator, kl_coef
         "val/num_eos_tokens": stopped.sum(),
         "objective/kl": kl,
         "objective/non_score_reward": -kl_coef * kl,
-        "objective/scores": raw.mean(),
-        "objective/rlhf_reward": raw.mean() - kl_coef * kl,
+        "reward": raw.mean(),
+        "objective/scores": (raw - 0.5 * ~stopped).mean(),  # TRL's has the penalty too
+        "objective/rlhf_reward": (raw - 0.5 * ~stopped).mean() - kl_coef * kl,
         "objective/entropy": -np.mean([row.old.sum() for row in rows]),
         "critic/values": values.mean(),
         "critic/explained_variance": 1 - (returns - values).var() / returns.var(),

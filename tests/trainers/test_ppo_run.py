@@ -148,3 +148,17 @@ def test_a_run_is_a_function_of_its_seed(make_ppo):
         trainer.train()
     assert_equal_runs(*runs[:2])
     assert logged(runs[0], "reward") != logged(runs[2], "reward")
+
+
+@pytest.mark.parametrize("critic", ["separate", "shared"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_half_types(make_ppo, critic, dtype):
+    """The critic's head is float32; one loss scale serves both models."""
+    trainer = make_ppo(dtype=dtype, critic=critic, max_steps=4, num_ppo_epochs=2, vf_coef=1.0)
+    before = weights_of(trainer.model), weights_of(trainer.critic)
+    trainer.train()
+    assert trainer.critic.parts()["score.weight"].dtype == np.float32
+    assert all(abs(ratio - 1) < 0.05 for ratio in logged(trainer, "val/ratio")[::2])
+    assert logged(trainer, "skipped_updates") == [0.0] * 4 and all(x > 0 for x in logged(trainer, "grad_norm/critic"))
+    for first, model in zip(before, (trainer.model, trainer.critic), strict=True):
+        assert any(np.any(value != first[name]) for name, value in weights_of(model).items())

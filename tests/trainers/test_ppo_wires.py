@@ -109,6 +109,13 @@ def test_splits_change_nothing(make_ppo, critic):
     assert len(trainer.make_batch(1)[0]) > 2
 
 
+@pytest.mark.parametrize("critic", ["separate", "shared"])
+def test_recomputation_changes_nothing(make_ppo, critic):
+    trainer = make_ppo(dtype="float64", critic=critic, gradient_checkpointing=True, entropy_coef=0.1)
+    assert trainer.model.gradient_checkpointing and getattr(trainer.critic, "gradient_checkpointing", True)
+    assert_same(*both(trainer, score))
+
+
 def test_rewards_are_weighted(make_ppo):
     def length(completion_ids, **_):
         return [len(ids) / 6 for ids in completion_ids]
@@ -299,7 +306,13 @@ def test_the_learning_rates(make_ppo, critic, rate, expected):
 
 @pytest.mark.parametrize("critic", ["separate", "shared"])
 def test_the_warm_up_of_the_critic(make_ppo, critic):
-    trainer = make_ppo(dense, critic_warmup_steps=2, critic=critic, max_steps=4, weight_decay=0.1, kl_coef=0.3)
+    options = dict(critic_warmup_steps=2, critic=critic, max_steps=4, weight_decay=0.1, kl_coef=0.3)
+    trainer = make_ppo(dense, **options)
+    (part,), _ = trainer.make_batch(0)
+    trainer.compute_loss(part)[0].backward()
+    assert all(parameter.grad is None for parameter in trainer.model.parameters())  # its backward pass is spared
+    assert all(parameter.grad is not None for parameter in trainer.critic.parameters())
+    trainer = make_ppo(dense, **options)
     ends = [(weights_of(trainer.model), weights_of(trainer.critic)), *weights_after_steps(trainer)]
     moved = [(change(a[0], b[0]), change(a[1], b[1])) for a, b in zip(ends, ends[1:])]
     assert [policy > 0 for policy, _ in moved] == [False, False, True, True]
