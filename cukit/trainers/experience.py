@@ -53,9 +53,10 @@ class Experience(Generation):
         return batch, metrics
 
     def _scores(self, drawn: Drawn) -> np.ndarray:
-        """(rows,): what the last token of each completion gets; NaN where the completion is left out."""
-        args, samples = self.trainer.args, drawn.samples
-        scores = np.where(samples.failed, np.nan, drawn.rewards)
+        """(rows,): what the last token of each completion gets; NaN where the completion is left out: one
+        without a reward, or that failed.
+        """
+        args, samples, scores = self.trainer.args, drawn.samples, drawn.rewards
         if args.normalize_rewards:
             self.scores.add(scores[~np.isnan(scores)])
             scores = self.scores.normalized(scores)
