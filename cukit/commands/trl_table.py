@@ -1,8 +1,8 @@
 """What becomes of each option of TRL that is no option of cukit under the same name.
 
-The names are those of TRL 1.x (GRPOConfig, PPOConfig, SFTConfig, RewardConfig, ModelConfig, ScriptArguments, TrlParser's
-YAML) and transformers 4.4x to 5 (TrainingArguments). A name that is an option of the command needs no row, and a row
-for it is not looked at. docs/MIGRATION.md shows this table.
+The names are those of TRL 1.x (GRPOConfig, PPOConfig, SFTConfig, RewardConfig, ModelConfig, ScriptArguments,
+TrlParser's YAML) and transformers 4.4x to 5 (TrainingArguments). A name that is an option of the command needs no row,
+and a row for it is not looked at. docs/MIGRATION.md shows this table.
 """
 
 from collections.abc import Iterator
@@ -179,7 +179,8 @@ ROWS: tuple[Row, ...] = (
     *_not_needed("tokens are always counted", "include_num_input_tokens_seen", "include_tokens_per_second"),
     *_not_needed("a display is drawn only on a terminal", "disable_tqdm", "log_level", "log_level_replica"),
     *_not_needed(
-        "max_num_seqs (grpo, ppo) and max_tokens_per_batch (sft, reward) split evaluations", "per_device_eval_batch_size"
+        "max_num_seqs (grpo, ppo) and max_tokens_per_batch (sft, reward) split evaluations",
+        "per_device_eval_batch_size",
     ),
     *_not_needed(
         "evaluations keep no logits",
