@@ -263,6 +263,8 @@ class EngineCore:
     def _retire(self, seq: Sequence) -> None:
         """A finished sequence leaves; only then does its request count it, since another thread may read it then."""
         self.scheduler.remove(seq)
+        if self.tokenizer is not None:
+            seq.shown_text(self.tokenizer)  # now, since the device may be computing the next step
         seq.request.num_finished += 1
         if seq.request.finished:
             self.requests.pop(seq.request.request_id, None)

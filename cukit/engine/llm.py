@@ -15,7 +15,7 @@ from ..models.decoder import Decoder
 from ..models.logprobs import token_logprobs
 from ..models.weights import load_model, model_folder
 from ..options import changed
-from ..tokenizer import Tokenizer, text_after
+from ..tokenizer import Tokenizer
 from .calls import CompletionOutput, Messages, Prompt, Prompts, RequestOutput, Sampling, one_each
 from .config import EngineConfig, SamplingParams
 from .core import EngineCore, EngineStats
@@ -266,13 +266,7 @@ class LLM:
 
     def text_of(self, sequence: Sequence) -> str:
         """The text of a finished sample: without special tokens, cut before what stopped it; "" without a tokenizer."""
-        if sequence.text is not None:
-            return sequence.text.text
-        if self.tokenizer is None:
-            return ""
-        ids = sequence.completion_ids  # a stop token is no part of the text, special or not
-        shown = ids[:-1] if sequence.finish_reason == "stop" else ids
-        return text_after(self.tokenizer, sequence.request.prompt_ids, shown)
+        return "" if self.tokenizer is None else sequence.shown_text(self.tokenizer)
 
     # ---- parts ----
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..tokenizer import Tokenizer
+from ..tokenizer import Tokenizer, text_after
 from .config import SamplingParams
 from .text import CompletionText, StopTexts
 
@@ -72,6 +72,7 @@ class Sequence:
     num_registered: int = 0  # blocks that were offered to the prefix cache
     num_computed: int = 0  # out of date while it has a row: all but the newest token
     may_share_tail: bool = False  # the last, partly filled block may belong to other samples too
+    shown: str | None = None  # the text of a finished sample, if it is known
     finish_reason: str | None = None
     stop_reason: int | str | None = None  # the stop_token_id or stop string that ended it; None for end-of-text
 
@@ -104,6 +105,16 @@ class Sequence:
     @property
     def completion_ids(self) -> np.ndarray:
         return self.token_ids[self.prompt_length :]
+
+    def shown_text(self, tokenizer: Tokenizer) -> str:
+        """The text of a finished sample: without special tokens, cut before what stopped it."""
+        if self.shown is None:
+            ids = self.completion_ids  # a stop token is no part of the text, special or not
+            ids = ids[:-1] if self.finish_reason == "stop" else ids
+            self.shown = (
+                self.text.text if self.text is not None else text_after(tokenizer, self.request.prompt_ids, ids)
+            )
+        return self.shown
 
     @property
     def order(self) -> tuple[int, int]:
