@@ -99,6 +99,7 @@ SHELVES = {
 ALL = set(SHELVES)
 NOUNS = {
     "activation": ALL,
+    "adapter": ALL,
     "attention": ALL,
     "embedding": ALL,
     "linear": ALL,
@@ -125,7 +126,7 @@ HELPERS = {
     "ops": {"elementwise"},
 }
 # Functions of ops/ with options of their own, in place of their forward passes' arguments.
-OTHER_ARGUMENTS = {"policy_loss", "ppo_loss"}
+OTHER_ARGUMENTS = {"adapter", "policy_loss", "ppo_loss"}
 
 LINES = {".py": 400, ".cu": 500, ".cuh": 500}
 FUNCTION_LINES = 60

@@ -3,6 +3,7 @@ go.
 """
 
 from .activation import silu_mul
+from .adapter import Factors, linear_beside, linear_merged
 from .attention import attention
 from .elementwise import clip, exp, index_rows, log, log_sigmoid, maximum, minimum, where
 from .embedding import embedding
@@ -15,6 +16,7 @@ from .rope import qk_norm_rope
 from .score import score
 
 __all__ = [
+    "Factors",
     "add_rms_norm",
     "attention",
     "clip",
@@ -22,6 +24,8 @@ __all__ = [
     "exp",
     "index_rows",
     "linear",
+    "linear_beside",
+    "linear_merged",
     "lm_head_logprobs",
     "log",
     "log_sigmoid",

@@ -1,0 +1,68 @@
+"""The adapter kernels against NumPy. Run on a machine with a GPU: pytest -m gpu tests/gpu/test_adapter.py"""
+
+import numpy as np
+import pytest
+from check import DTYPES, check_kernel, normal, statistics
+
+from cukit.backend import backend_for
+
+pytestmark = pytest.mark.gpu
+# rows, ins, outs, rank: one of each, primes, more columns than a block has, a rank beyond one tile, an empty batch
+SIZES = [(1, 1, 1, 1), (5, 13, 7, 3), (0, 16, 8, 4), (33, 519, 70, 33), (257, 1024, 512, 96), (64, 4096, 24, 8)]
+
+
+@pytest.mark.parametrize("rows, ins, outs, rank", SIZES)
+def test_merge(rows, ins, outs, rank):
+    a, b = statistics(rank, ins), statistics(outs, rank, seed=1)
+    check_kernel("merge_adapter", np.zeros((outs, ins)), normal(outs, ins), a, b, 0.37)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_merge_in_place_and_of_rows_that_are_not_aligned(dtype):
+    be = backend_for("cuda")
+    w, a, b = (normal(21, 13).astype(be.dtype_of(dtype)), statistics(5, 13), statistics(20, 5))
+    whole = be.array(w)
+    apart = be.merge_adapter(be.empty((20, 13), whole.dtype), be.array(w[1:]), be.array(a), be.array(b), 1.5)
+    be.merge_adapter(whole[1:], whole[1:], be.array(a), be.array(b), 1.5)
+    assert be.to_numpy(whole[1:]).tobytes() == be.to_numpy(apart).tobytes()
+    assert be.to_numpy(whole[:1]).tobytes() == w[:1].tobytes()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_an_adapter_of_zeros_changes_no_bit(dtype):
+    be = backend_for("cuda")
+    w, a = be.array(normal(64, 48).astype(be.dtype_of(dtype))), be.array(statistics(8, 48))
+    out = be.merge_adapter(be.empty(w.shape, w.dtype), w, a, be.zeros((64, 8), "float32"), 2.0)
+    assert be.to_numpy(out).tobytes() == be.to_numpy(w).tobytes()
+
+
+@pytest.mark.parametrize("rows, ins, outs, rank", SIZES)
+def test_products_beside(rows, ins, outs, rank):
+    x, w = normal(rows, ins), normal(outs, ins, seed=1, scale=ins**-0.5)
+    a, b = normal(rank, ins, seed=2, scale=ins**-0.5), normal(outs, rank, seed=3, scale=rank**-0.5)
+    check_kernel("linear_beside_forward", x, w, a, b)
+    check_kernel("linear_beside_forward", x, w, a, b, normal(outs, seed=4))
+    check_kernel("linear_beside_backward_input", normal(rows, outs), w, normal(rows, rank, seed=5), a)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_has_the_same_bits_at_every_row_count(dtype):
+    """What stands beside adds in one order at every row count, as the base's product does (test_linear.py)."""
+    be = backend_for("cuda")
+    shapes = ((3000, 1024), (4096, 1024), (96, 1024), (4096, 96))
+    x, w, a, b = (be.array(normal(*shape).astype(be.dtype_of(dtype))) for shape in shapes)
+    whole = be.to_numpy(be.linear_beside_forward(x, w, a, b)[0])
+    for rows in (1, 2, 3, 7, 16, 33, 64, 65, 100, 129, 256, 300, 1000, 2049):
+        part = be.to_numpy(be.linear_beside_forward(x[:rows], w, a, b)[0])
+        assert part.tobytes() == whole[:rows].tobytes(), f"{rows} rows"
+
+
+def test_wrong_inputs_are_refused():
+    be = backend_for("cuda")
+    w, a, b = be.zeros((8, 16), "float16"), be.zeros((2, 16), "float32"), be.zeros((8, 2), "float32")
+    with pytest.raises(ValueError, match="do not fit"):
+        be.merge_adapter(w, w, a, b[:7].copy(), 1.0)
+    with pytest.raises(ValueError, match="C-contiguous"):
+        be.merge_adapter(w, w, be.zeros((16, 2), "float32").T, b, 1.0)
+    with pytest.raises(ValueError, match="fit neither"):
+        be.linear_beside_backward_input(be.zeros((3, 8), "float16"), w, be.zeros((3, 2), "float16"), a)
