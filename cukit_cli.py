@@ -18,6 +18,7 @@ from cukit.commands.doctor import doctor
 from cukit.commands.evaluate import TEST_ROWS, EvalOptions, evaluate
 from cukit.commands.generate import GenerateOptions, generate
 from cukit.commands.kernels import KernelsOptions, kernels_build
+from cukit.commands.merge import MergeOptions, merge
 from cukit.commands.parser import parse, resolve
 from cukit.commands.report import ReportOptions, report
 from cukit.commands.train import TrainFiles, grpo, ppo, reward, sft
@@ -107,6 +108,16 @@ COMMANDS = {
             "cukit eval --model FOLDER --tasks gsm8k,math500 --n 8 --temperature 0.6 --output answers.jsonl",
         ),
         bundled={"model": TINY_MODEL, "data": TEST_ROWS, "reward_funcs": ["gsm8k"]},
+    ),
+    "merge": Command(
+        merge,
+        "an adapter (LoRA) and its base as one plain model folder",
+        (MergeOptions,),
+        examples=(
+            "cukit merge runs/grpo-001 --output merged   # a run with --use_peft",
+            "cukit merge ADAPTER --output FOLDER --dtype bfloat16",
+        ),
+        words="model",
     ),
     "report": Command(
         report,

@@ -32,7 +32,8 @@ class AdamW:
     """AdamW on float32 master weights (the weights themselves if they are float32 or float64), moments of that dtype.
 
     decay(parameter) says which parameters weight_decay applies to (default: matrices, not norm weights and biases). A
-    parameter without a gradient stays as it is, its moments too.
+    parameter without a gradient stays as it is, its moments too. scales_loss: move loss_scale (default: if weights are
+    float16; an adapter's are float32, and its model's activations may be float16).
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class AdamW:
         weight_decay: float = 0.0,
         max_grad_norm: float = 0.0,
         decay: Callable[[Parameter], bool] | None = None,
+        scales_loss: bool | None = None,
     ):
         self.store = store
         self.lr, self.betas, self.eps, self.max_grad_norm = lr, betas, eps, max_grad_norm
@@ -51,7 +53,9 @@ class AdamW:
         self._decays = decay or (lambda parameter: len(parameter.shape) > 1)
         self.step_count = 0  # updates that were applied
         self.skipped = 0  # updates that were not, because the gradient was not finite
-        half = any(parameter.dtype == np.float16 for parameter in self.parameters)
+        half = scales_loss
+        if half is None:
+            half = any(parameter.dtype == np.float16 for parameter in self.parameters)
         self.loss_scale = 2.0**16 if half else 1.0  # multiply the loss by this before backward()
         self._dynamic_scale, self._finite_in_a_row = half, 0
         self._states: dict[Bucket, _State] = {}

@@ -60,10 +60,10 @@ def chat(values: dict[str, Any]) -> None:
 def ready(cls: Any, values: dict[str, Any]) -> tuple[Any, Any, str | None] | None:
     """(engine, options, prompt: an option or stdin, None on a terminal); None after a dry run."""
     from ..engine.llm import LLM
-    from ..models.weights import model_folder
+    from ..models.weights import model_folder, tokenizer_folders
 
     folder = model_folder(values["model"], weights=not values.get("dry_run"))
-    options = make(cls, generation_defaults(folder) | values)
+    options = make(cls, generation_defaults(tokenizer_folders(folder)[0]) | values)
     if options.dry_run:
         show_engine(options, options.model, options.device, options.dtype, options.engine)
         return None

@@ -33,10 +33,10 @@ def show_engine(options: Options, model: str, device: str, dtype: str, engine: E
 
 def without_weights(trainer_class: Any, args: TrainerConfig, read: dict[str, str]) -> Any:
     """A trainer that can prepare rows, count steps and plan memory, and nothing else: its model is a shape."""
-    from ..models.weights import model_folder
+    from ..models.weights import model_folder, tokenizer_folders
     from ..tokenizer import Tokenizer
 
-    tokenizer = Tokenizer.from_folder(model_folder(read["model"], weights=False))
+    tokenizer = Tokenizer.from_folder(*tokenizer_folders(model_folder(read["model"], weights=False)))
     shape = model_shape(read["model"], args.device, args.dtype, trainer_class.head)
     shape.vocab_size = min(shape.vocab_size, tokenizer.vocab_size)
     policy = SimpleNamespace(name="policy", model=shape, optimizer=None)

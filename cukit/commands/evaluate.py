@@ -81,7 +81,7 @@ class EvalOptions(Options):
 
 
 def evaluate(values: dict[str, Any]) -> None:
-    from ..models.weights import load_model, model_folder
+    from ..models.weights import load_model, model_folder, tokenizer_folders
     from ..runs.evaluations import write_answers
     from ..tokenizer import Tokenizer
     from ..trainers.environment import make_maker
@@ -93,7 +93,7 @@ def evaluate(values: dict[str, Any]) -> None:
         show_engine(options, options.model, options.device, options.dtype, options.engine)
         return
     folder = model_folder(options.model)
-    tokenizer = Tokenizer.from_folder(folder)
+    tokenizer = Tokenizer.from_folder(*tokenizer_folders(folder))
     maker, names = make_maker(options.environment, options.tools), find_tasks(options.tasks or []) or [None]
     suites = [read_suite(options, name, tokenizer, folder, maker) for name in names]
     if options.sampling.n > 1 and options.sampling.temperature == 0:

@@ -13,7 +13,7 @@ import numpy as np
 
 from ..models.decoder import Decoder
 from ..models.logprobs import token_logprobs
-from ..models.weights import load_model, model_folder
+from ..models.weights import load_model, model_folder, tokenizer_folders
 from ..options import changed
 from ..tokenizer import Tokenizer
 from .calls import CompletionOutput, Messages, Prompt, Prompts, RequestOutput, Sampling, one_each
@@ -39,8 +39,9 @@ class LLM:
         config = _engine_config(None, options)
         folder = model_folder(model)
         loaded = load_model(folder, device, dtype)
-        tokenizer = Tokenizer.from_folder(folder) if (folder / "tokenizer.json").is_file() else None
-        self._set_up(loaded, tokenizer, config, _generation_eos(folder))
+        own, config_folder = tokenizer_folders(folder)
+        tokenizer = Tokenizer.from_folder(own, config_folder) if (own / "tokenizer.json").is_file() else None
+        self._set_up(loaded, tokenizer, config, _generation_eos(own))
 
     @classmethod
     def from_model(

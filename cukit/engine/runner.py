@@ -104,7 +104,7 @@ class ModelRunner:
     def _weights(self):
         """Within it the forward pass may use copies of the weights."""
         if self._wide is None:
-            self._wide = self.backend.WideCopies([parameter.data for parameter in self.model.parameters()])
+            self._wide = self.backend.WideCopies(self.model.weights_in_use())
         return self._wide
 
     # ---- rows ----

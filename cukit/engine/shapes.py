@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from ..backend import backend_for
+from ..models.adapter_config import AdapterConfig
+from ..models.adapters import adapter_sizes
 from ..models.config import ModelConfig
 from ..models.decoder import Layer
 from .config import EngineConfig
@@ -29,6 +31,7 @@ class ModelUse:
     dtype: of the weights, a name or a dtype ("auto" is not known here). trained: it gets gradients and an optimizer.
     loaded: its weights already lie on the device. head: False for a model without a vocabulary's head (value, score).
     adapter_parameters: numbers of an adapter beside frozen weights; if there are any, only they are trained.
+    copied_parameters: numbers of what else an adapter's products take (merged copies of weights, zeros), in dtype.
     """
 
     name: str
@@ -38,6 +41,7 @@ class ModelUse:
     loaded: bool = False
     head: bool = True
     adapter_parameters: int = 0
+    copied_parameters: int = 0
     gradient_bytes: int = 4  # of one number; likewise the next two. 0: there is none
     master_bytes: int = 4  # a float32 weight is its own master
     moment_bytes: int = 8
@@ -70,7 +74,15 @@ def weight_bytes(use: ModelUse, backend) -> int:
     weights, norms = parameter_counts(use.config, use.head)
     tables = use.config.max_position_embeddings * use.config.head_dim  # rope's cosines and sines
     precise = backend.accumulator(dtype).itemsize
-    return (weights + use.adapter_parameters) * dtype.itemsize + (norms + tables) * precise
+    adapter = use.adapter_parameters + use.copied_parameters
+    return (weights + adapter) * dtype.itemsize + (norms + tables) * precise
+
+
+def adapted(use: ModelUse, adapter: AdapterConfig, way: str) -> ModelUse:
+    """The same model with an adapter that is trained in place of its weights."""
+    layer = Layer(use.config, backend_for("cpu"), "float16", 0)
+    factors, copies = (use.config.num_hidden_layers * count for count in adapter_sizes(layer, adapter, way))
+    return replace(use, adapter_parameters=factors, copied_parameters=copies)
 
 
 def _trained_numbers(use: ModelUse) -> int:
@@ -145,7 +157,8 @@ def _moments(use, backend, tokens, gradient_checkpointing, gradients_stay, gradi
     # The pool cannot use the arrays kept between layers again for weights' gradients, since their sizes differ. It can
     # use those of whole layers.
     gaps = ("gaps where activations were", (layers - 1) * kept if gradient_checkpointing else 0)
-    head_gradient = config.vocab_size * config.hidden_size * use.gradient_bytes * use.head
+    trains_head = use.head and not use.adapter_parameters
+    head_gradient = config.vocab_size * config.hidden_size * use.gradient_bytes * trains_head
     first = gradients if gradients_stay else min(gradients, head_gradient)
     head = min(HEAD_ROWS, tokens) * config.vocab_size * dtype.itemsize * HEAD_CHUNKS * use.head
     # The embedding's output, the last norm's sum and output; the chosen rows and their gradient.

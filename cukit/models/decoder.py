@@ -11,6 +11,7 @@ import numpy as np
 
 from ..autograd import Tensor, recompute
 from ..ops import add_rms_norm, qk_norm_rope, silu_mul
+from .adapters import Adapter
 from .config import ModelConfig
 from .heads import LanguageModelHead, ScoreHead
 from .modules import Embedding, Linear, Module, RMSNorm, declare
@@ -100,6 +101,7 @@ class Decoder(Module):
         self.store = Store(backend, self.named_parameters(), parts)
         self._layer_parameters = [layer.parameters() for layer in self.layers]
         self._rope = rope_tables(config, backend, self.dtype)
+        self.adapter: Adapter | None = None
 
     # ---- the forward pass ----
 
@@ -155,6 +157,24 @@ class Decoder(Module):
     def exact(self, policy: str):
         self.backend.set_exact(policy)
         self._exact = policy
+
+    def attach(self, adapter: Adapter):
+        """Freeze the weights; what is trained from now on is the adapter, which stands in the linear layers."""
+        self.adapter = adapter
+        for parameter in self.store.parameters:
+            parameter.requires_grad = False
+        for index, parameters in enumerate(self._layer_parameters):
+            parameters += adapter.layer_parameters(index)
+
+    @property
+    def trained_store(self) -> Store:
+        """The store of what training updates: the adapter's, or the weights'."""
+        return self.store if self.adapter is None else self.adapter.store
+
+    def weights_in_use(self) -> list:
+        """The arrays that forward passes multiply with."""
+        own = [parameter.data for parameter in self.parameters()]
+        return own if self.adapter is None else own + self.adapter.weights_in_use()
 
     def parts(self) -> dict:
         """Hugging Face's tensor names -> arrays that are views of this model's weights (a tied head is not listed)."""

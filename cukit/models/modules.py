@@ -17,7 +17,7 @@ class Module:
 
     def named_parameters(self) -> dict[str, Parameter]:
         """Dotted name -> Parameter; a parameter that stands in two places is listed once, under the first."""
-        return {name: parameter for name, parameter, _ in self._unique()}
+        return {name: parameter for name, parameter, _ in self.walk_parameters()}
 
     def parameters(self) -> list[Parameter]:
         return list(self.named_parameters().values())
@@ -26,11 +26,12 @@ class Module:
         """Dotted name of each part -> (Parameter, its rows): q_proj, k_proj and v_proj of a fused qkv_proj."""
         return {
             part: (parameter, rows)
-            for name, parameter, owner in self._unique()
+            for name, parameter, owner in self.walk_parameters()
             for part, rows in owner._parts_of(name).items()
         }
 
-    def _unique(self):
+    def walk_parameters(self):
+        """(dotted name, parameter, the module that holds it), each parameter once."""
         seen = set()
         for name, parameter, owner in self._walk(""):
             if id(parameter) not in seen:
@@ -55,15 +56,21 @@ class Module:
 
 
 class Linear(Module):
-    """y = x weightᵀ + bias; weight (out, in). parts: name -> rows, which lie one after the other in weight and bias."""
+    """y = x weightᵀ + bias; weight (out, in). parts: name -> rows, which lie one after the other in weight and bias.
+
+    adapter: computes the layer in place of the plain product (models.adapters), None without one.
+    """
 
     def __init__(self, backend, dtype, in_features: int, parts: dict[str, int], bias: bool = False):
         ends = np.cumsum(list(parts.values())).tolist()
         self.part_rows = {name: slice(end - rows, end) for (name, rows), end in zip(parts.items(), ends)}
         self.weight = declare((ends[-1], in_features), dtype)
         self.bias = declare((ends[-1],), dtype) if bias else None
+        self.adapter = None
 
     def __call__(self, x):
+        if self.adapter is not None and self.adapter.on:
+            return self.adapter(x, self)
         return linear(x, self.weight, self.bias)
 
     def _parts_of(self, name):

@@ -22,6 +22,11 @@ class ValueHead(Module):
         self.score = ScoreHead(backend, self.dtype, hidden_size)
         self.store = Store(backend, self.named_parameters())
 
+    @property
+    def trained_store(self) -> Store:
+        """What training updates."""
+        return self.store
+
     def scores(self, hidden):
         """hidden (N, C), a Tensor -> values (N,), float32 or better."""
         return self.score(hidden)

@@ -10,6 +10,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from ..backend import backend_for
+from .adapter_files import base_of, is_adapter, merge_into, save_adapter
 from .config import ModelConfig
 from .decoder import Decoder
 from .hub import INDEX, WEIGHTS, fetch_model
@@ -19,10 +20,13 @@ EMBEDDING = "model.embed_tokens.weight"
 
 
 def load_config(folder, head: str | None = None) -> ModelConfig:
-    """ModelConfig of a checkpoint folder. ValueError in one line if it is missing, unreadable or not supported.
+    """ModelConfig of a checkpoint folder; of an adapter's folder that of its base. ValueError in one line if it is
+    missing, unreadable or not supported.
 
     head: the shape of the model that load_model(folder, head=head) gives; None: of the folder's own.
     """
+    if is_adapter(folder):
+        return load_config(base_of(folder), head)
     path = model_folder(folder, weights=False) / "config.json"
     if not path.is_file():
         raise ValueError(f"{folder} holds no config.json: give the folder of a Hugging Face model")
@@ -47,9 +51,15 @@ def load_model(folder, device="cpu", dtype="auto", head="lm_head", score_seed: i
     label), or a causal model: its language-model head is left, and the score head is new, drawn from score_seed or,
     without one, zeros. A classifier's folder is refused as a causal model.
 
+    The folder of an adapter (PEFT's format) gives its base with the adapter merged into the weights.
+
     Tensors are read one at a time, straight into the model's memory; float32 becomes bfloat16 as in an update. Raises
     one ValueError that names every tensor that is missing, unexpected or of the wrong shape, or holds NaN or infinity.
     """
+    if is_adapter(folder):
+        model = load_model(base_of(folder), device, dtype, head, score_seed)
+        merge_into(model, folder)
+        return model
     config, backend = load_config(folder, head), backend_for(device)
     sources = _tensor_sources(model_folder(folder))
     model = Decoder(config, backend, dtype, head)
@@ -92,12 +102,15 @@ def _fill(backend, target, stored):
 
 def save_model(model: Decoder, folder, dtype=None):
     """Write config.json and model.safetensors as Hugging Face does: its names, the tied head once, loadable by
-    transformers.
+    transformers. Of a model with an adapter, the adapter alone, as PEFT does.
 
     Each tensor keeps its dtype in memory (norm weights are float32), so that nothing is lost; `dtype` casts all of
     them. A model that the folder held is replaced: its index and shards, which would be read instead, go last. Whenever
     it is interrupted, the folder loads as the old model or the new one, or is refused.
     """
+    if getattr(model, "adapter", None) is not None:
+        save_adapter(model.adapter, folder)
+        return
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     be = model.backend
@@ -145,6 +158,17 @@ def model_folder(folder, weights: bool = True) -> Path:
     """
     path = Path(folder)
     return path if path.is_dir() else fetch_model(str(folder), weights)
+
+
+def tokenizer_folders(folder) -> tuple[Path, Path]:
+    """(the folder with a model's tokenizer, the folder with its config.json): the same, but for an adapter, which may
+    have brought its base's tokenizer along or not.
+    """
+    folder = Path(folder)
+    if not is_adapter(folder):
+        return folder, folder
+    tokenizer, config = tokenizer_folders(model_folder(base_of(folder), weights=False))
+    return (folder if (folder / "tokenizer.json").is_file() else tokenizer), config
 
 
 def _tensor_sources(folder: Path) -> dict:

@@ -1,6 +1,7 @@
 """Checkpoints: a Hugging Face model folder plus the trainer's state.
 
-The folder holds config.json, safetensors and tokenizer files, and beside them trainer_state.safetensors (arrays) and
+The folder holds config.json, safetensors and tokenizer files (of a run with an adapter: the adapter's files in place of
+the model's), and beside them trainer_state.safetensors (arrays) and
 trainer_state.json (data position, counters). Further models of a run lie in subfolders. The folder is written under a
 temporary name and then renamed, so that a folder named checkpoint-N is whole. No pickle.
 """
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 CHECKPOINT_NAME = re.compile(r"checkpoint-(\d+)")
 STATE_ARRAYS, STATE_JSON = "trainer_state.safetensors", "trainer_state.json"
 WEIGHTS, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 logger = logging.getLogger(__name__)
 
@@ -201,11 +203,14 @@ def latest_checkpoint(run: str | os.PathLike) -> Path | None:
 
 def why_not_whole(folder: Path) -> str | None:
     """What is wrong with a checkpoint folder at first sight: a missing file, or one that a copy cut short."""
-    for name in ("config.json", STATE_JSON, STATE_ARRAYS):
+    config, weights = "config.json", WEIGHTS
+    if (folder / ADAPTER_CONFIG).is_file() or (folder / ADAPTER_WEIGHTS).is_file():
+        config, weights = ADAPTER_CONFIG, ADAPTER_WEIGHTS
+    for name in (config, STATE_JSON, STATE_ARRAYS):
         if not (folder / name).is_file():
             return f"{name} is missing"
     if not has_model(folder):
-        return f"{WEIGHTS} is missing"
+        return f"{weights} is missing"
     cut = [path.name for path in sorted(folder.rglob("*.safetensors")) if not _has_its_length(path)]
     return f"{cut[0]} is cut short" if cut else None
 
@@ -244,8 +249,10 @@ def find_checkpoint(resume_from: str | os.PathLike | Literal[True], run: str | o
 
 
 def has_model(folder: str | os.PathLike) -> bool:
-    """Whether a folder is a model folder: config.json and weights."""
+    """Whether a folder is a model folder: config.json and weights, or an adapter's."""
     folder = Path(folder)
+    if (folder / ADAPTER_CONFIG).is_file() and (folder / ADAPTER_WEIGHTS).is_file():
+        return True
     return (folder / "config.json").is_file() and any((folder / name).is_file() for name in (WEIGHTS, WEIGHTS_INDEX))
 
 
@@ -260,11 +267,11 @@ def newest_model(folder: str | os.PathLike) -> Path | None:
 def publish_model(checkpoint: Path, run: Path) -> None:
     """Put a checkpoint's model at the top of its run folder, so that the run folder is a model folder.
 
-    Files are hard links to the checkpoint's where the file system can, copies elsewhere; config.json comes last, and
-    without it the folder is no model. SaveError if a file cannot be written.
+    Files are hard links to the checkpoint's where the file system can, copies elsewhere; config.json (an adapter's:
+    adapter_config.json) comes last, and without it the folder is no model. SaveError if a file cannot be written.
     """
     files = [path for path in checkpoint.iterdir() if path.is_file() and path.name not in (STATE_ARRAYS, STATE_JSON)]
-    for path in sorted(files, key=lambda path: path.name == "config.json"):
+    for path in sorted(files, key=lambda path: path.name in ("config.json", ADAPTER_CONFIG)):
         temporary = run / f".{path.name}.tmp-{os.getpid()}"
         try:
             temporary.unlink(missing_ok=True)
@@ -282,5 +289,6 @@ def publish_model(checkpoint: Path, run: Path) -> None:
 
 def withdraw_model(run: Path) -> None:
     """Take the final model away from the top of a run that goes on: until it ends, its newest model is a checkpoint."""
-    for name in ("config.json", WEIGHTS_INDEX, *(path.name for path in sorted(run.glob("model*.safetensors")))):
+    own = ("config.json", ADAPTER_CONFIG, ADAPTER_WEIGHTS, WEIGHTS_INDEX)
+    for name in (*own, *(path.name for path in sorted(run.glob("model*.safetensors")))):
         (run / name).unlink(missing_ok=True)

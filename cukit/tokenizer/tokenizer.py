@@ -57,8 +57,10 @@ class Tokenizer:
         self._chat = ChatTemplates(templates, self.special_tokens) if templates else None
 
     @classmethod
-    def from_folder(cls, path: str | os.PathLike) -> "Tokenizer":
-        """Read the tokenizer of a model folder; ValueError if there is none or it can not be read."""
+    def from_folder(cls, path: str | os.PathLike, config_folder: str | os.PathLike | None = None) -> "Tokenizer":
+        """Read the tokenizer of a model folder; ValueError if there is none or it can not be read. config_folder: where
+        the model's config.json lies, if it is not there.
+        """
         folder = Path(path)
         if not folder.is_dir():
             raise ValueError(f"model folder {str(path)!r} does not exist")
@@ -76,7 +78,7 @@ class Tokenizer:
             backend = tokenizers.Tokenizer.from_buffer(files["tokenizer.json"])
         except Exception as error:  # the library raises bare Exception
             raise ValueError(f"{folder / 'tokenizer.json'}: not a tokenizer: {_one_line(error)}") from error
-        model_config = folder / "config.json"
+        model_config = Path(config_folder or folder) / "config.json"
         config_files = {"config.json": model_config.read_bytes()} if model_config.is_file() else {}
         return cls(backend, files, str(folder), _parse(config_files, "config.json", str(folder)))
 

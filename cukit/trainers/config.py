@@ -20,6 +20,7 @@ from ..options import (
     say_once,
 )
 from .evaluation_config import BestModelOptions
+from .lora_config import LoraOptions
 
 logger = logging.getLogger(__name__)
 EXCLUSIVE: tuple[tuple[str, ...], ...] = (
@@ -96,6 +97,7 @@ class TrainerConfig(Options):
     eval_strategy: str = option("no", "when to evaluate during training", ("no", "steps", "epoch"), "evaluation")
     eval_steps: int | None = option(None, "steps between evaluations (eval_strategy=steps)", group="evaluation")
     eval_on_start: bool = option(False, "evaluate before the first and after the last step", group="evaluation")
+    lora: LoraOptions = nested(LoraOptions)
     best: BestModelOptions = nested(BestModelOptions)
     rows: RowOptions = nested(RowOptions)
 
@@ -230,3 +232,7 @@ class SFTConfig(TrainerConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_range(self, "max_length", 2)
+        require(
+            not (self.use_peft and self.init_from_config),
+            "init_from_config starts from random weights, and use_peft saves an adapter without them; leave one out",
+        )

@@ -155,7 +155,7 @@ class GRPOTrainer(PolicyTrainer):
 
     def after_update(self) -> None:
         due = self.args.sync_ref_model and (self.global_step + 1) % self.args.ref_model_sync_steps == 0
-        if due and self.reference is not None:
+        if due and isinstance(self.reference, Decoder):
             self.reference.store.mix_from(self.model.store, self.args.ref_model_mixup_alpha)
 
     # ---- checkpoints ----
@@ -169,7 +169,7 @@ class GRPOTrainer(PolicyTrainer):
     def load_method_state(self, arrays: dict, values: dict) -> None:
         super().load_method_state(arrays, values)
         self.entropy_bonus.load(values)
-        if self.reference is not None and self.args.sync_ref_model:
+        if isinstance(self.reference, Decoder) and self.args.sync_ref_model:
             parts = {name.removeprefix("reference."): x for name, x in arrays.items() if name.startswith("reference.")}
             _load_parts(self.reference, parts)
 

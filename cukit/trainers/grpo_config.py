@@ -54,6 +54,10 @@ class GRPOConfig(PolicyConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         require(
+            not (self.sync_ref_model and self.use_peft),
+            "sync_ref_model moves the reference model, which with use_peft is the frozen model itself; leave one out",
+        )
+        require(
             self.num_generations != 1 or self.advantage_estimator == "reinforce_plus_plus",
             "num_generations=1 leaves nothing to compare a completion with; it must be at least 2",
         )

@@ -15,6 +15,8 @@ from ..datasets.sampler import batches_an_epoch
 from ..datasets.sources import prompt_rows
 from ..engine.memory import Plan
 from ..engine.shapes import ModelUse
+from ..models.adapters import WithoutAdapter
+from ..models.decoder import Decoder
 from ..ops.policy_loss import MAX_LOG_RATIO
 from ..options import flat_values
 from ..tokenizer import Tokenizer
@@ -24,6 +26,7 @@ from .environment import EnvironmentMaker, make_maker
 from .episodes import Episodes
 from .evaluation import evaluate
 from .generation import Generation
+from .lora import with_peft
 from .policy_config import PolicyConfig
 from .reward_model import RewardModel, reward_models, with_models
 from .rewarding import RewardScorer, trainer_state
@@ -55,12 +58,14 @@ class PolicyTrainer(Trainer):
         eval_reward_funcs: Reward | Sequence[Reward] | None = None,
         tools: Sequence[Callable] | None = None,
         environment_factory: Callable[[], Any] | None = None,
+        peft_config: Any = None,
     ):
         self.args = args = self.config_class() if args is None else args
         if not isinstance(args, self.config_class):
             raise ValueError(
                 f"{type(self).__name__} takes args={self.config_class.__name__}(…), got {type(args).__name__}"
             )
+        self.args = args = with_peft(args, peft_config)
         self._tools, self._environment_factory = tools, environment_factory
         reward_funcs = reward_funcs if reward_funcs is not None else args.reward_funcs
         eval_reward_funcs = eval_reward_funcs if eval_reward_funcs is not None else args.eval_reward_funcs
@@ -81,7 +86,9 @@ class PolicyTrainer(Trainer):
         self.rollout = Rollout(self.model, self.tokenizer, self.plan.sleeps_cache, **engine)
         if self.environments is not None:
             self.rollout.episodes = self._make_episodes(self.environments)
-        self.reference = self.model.frozen_copy() if self.needs_reference else None
+        self.reference: Decoder | WithoutAdapter | None = None
+        if self.needs_reference:
+            self.reference = self.model.frozen_copy() if self.model.adapter is None else WithoutAdapter(self.model)
         for one in self.reward_models.values():
             one.load(self.model, self.tokenizer, args.max_tokens_per_batch, args.chat_template_kwargs)
         self._batch: PackedBatch | None = None
@@ -151,7 +158,8 @@ class PolicyTrainer(Trainer):
 
     def plan_memory(self, *more: ModelUse, **sizes: Any) -> Plan:
         args, use = self.args, self.model
-        others = [ModelUse("reference", use.config, use.dtype)] if self.needs_reference else []
+        apart = self.needs_reference and not args.use_peft  # with an adapter, the base is the reference
+        others = [ModelUse("reference", use.config, use.dtype)] if apart else []
         others += [one.use(use.dtype) for one in self.reward_models.values()]
         longest = max(len(ids) for _, ids in self.train_rows) + args.max_completion_length
         tokens = args.generation_size * longest
@@ -212,6 +220,7 @@ class PolicyTrainer(Trainer):
         }
 
     def weights_changed(self) -> None:
+        super().weights_changed()
         self.rollout.weights_changed()
 
     # ---- evaluation, checkpoints ----

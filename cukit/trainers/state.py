@@ -1,8 +1,8 @@
 """What a checkpoint holds of a trainer: named models with their optimizers, by Hugging Face's names of their parts.
 
-The policy's weights are the checkpoint folder's own model; every other model lies in the subfolder of its name. Arrays
-in trainer_state.safetensors: PART.exp_avg, PART.exp_avg_sq, PART.master and optimizer.counters of the policy; those of
-another model begin with NAME/, those of the method (a half-used generation) with method.
+The policy's weights (or its adapter's) are the checkpoint folder's own model; every other model lies in the subfolder
+of its name. Arrays in trainer_state.safetensors: PART.exp_avg, PART.exp_avg_sq, PART.master and optimizer.counters of
+the policy; those of another model begin with NAME/, those of the method (a half-used generation) with method.
 """
 
 from __future__ import annotations
@@ -10,6 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
+from ..models.adapter_files import fill
 from ..models.decoder import Decoder
 from ..models.value_head import ValueHead
 from ..models.weights import load_model
@@ -32,14 +35,15 @@ class TrainedModel:
 
 
 def make_optimizer(model: Decoder | ValueHead, args) -> AdamW:
-    """The AdamW of a model as the options say."""
+    """The AdamW of a model, or of its adapter, as the options say."""
     return AdamW(
-        model.store,
+        model.trained_store,
         args.learning_rate,
         (args.adam_beta1, args.adam_beta2),
         args.adam_epsilon,
         args.weight_decay,
         args.max_grad_norm,
+        scales_loss=model.dtype == np.float16,
     )
 
 
@@ -80,8 +84,11 @@ def _prefix(name: str) -> str:
 
 def load_weights(model: Decoder | ValueHead, folder: Path) -> None:
     """Copy the weights of a model folder into a model that exists, part by part; read on the host, so that the device
-    holds one copy only.
+    holds one copy only. Of a model with an adapter: the adapter's.
     """
+    if isinstance(model, Decoder) and model.adapter is not None:
+        fill(model.adapter, folder)
+        return
     if isinstance(model, ValueHead):
         stored = model.stored_parts(folder)
     else:

@@ -22,9 +22,9 @@ from ..datasets.columns import dataset_rows
 from ..datasets.sampler import EpochSampler
 from ..engine.config import EngineConfig
 from ..engine.memory import Plan, plan_memory
-from ..engine.shapes import ModelUse
+from ..engine.shapes import ModelUse, adapted
 from ..models.decoder import Decoder
-from ..models.weights import load_model, model_folder, save_model
+from ..models.weights import load_model, model_folder, save_model, tokenizer_folders
 from ..optim import AdamW, learning_rate_factor
 from ..options import stated_values
 from ..runs.metrics import MetricsLogger, Timer
@@ -36,6 +36,7 @@ from .best import BestModel
 from .callbacks import TrainerCallback, call_callbacks
 from .config import TrainerConfig
 from .loop import Run
+from .lora import check_base, put_adapter, with_peft
 from .state import POLICY, TrainedModel
 
 __all__ = ["Trainer", "TrainerCallback"]
@@ -47,7 +48,10 @@ DataSource = str | os.PathLike | Iterable[dict]  # what load_rows takes: a file,
 
 
 class Trainer(ABC):
-    """See SFTTrainer and GRPOTrainer. `model`: a model folder, or a Decoder (then with processing_class)."""
+    """See SFTTrainer and GRPOTrainer. `model`: a model folder, or a Decoder (then with processing_class).
+
+    peft_config: a peft.LoraConfig, or a dict of its fields; the same as use_peft and its options in args.
+    """
 
     label = "run"
     head = "lm_head"  # of the model that is trained
@@ -64,7 +68,9 @@ class Trainer(ABC):
         callbacks: Iterable[TrainerCallback] = (),
         device: str = "auto",
         dtype: str = "auto",
+        peft_config: Any = None,
     ):
+        args = with_peft(args, peft_config)
         check_packages(args.report_to or [])
         self.args, self.callbacks = args, list(callbacks)
         self.run_folder: Path | None = None
@@ -81,8 +87,10 @@ class Trainer(ABC):
             self.tokenizer = processing_class
         else:
             folder = model_folder(model)
-            self.tokenizer = processing_class or Tokenizer.from_folder(folder)
+            check_base(args, folder, model)
+            self.tokenizer = processing_class or Tokenizer.from_folder(*tokenizer_folders(folder))
             model = self.load_model(folder, device, dtype)
+        put_adapter(model, args, self.model_name)
         model.gradient_checkpointing = args.gradient_checkpointing
         model.limit_vocabulary(self.tokenizer.vocab_size)
         self.models = self.make_models(model)
@@ -166,6 +174,8 @@ class Trainer(ABC):
         policy = self.model
         loaded, head = isinstance(policy, Decoder), policy.config.head == "lm_head"
         trained = ModelUse(POLICY, policy.config, policy.dtype, trained=True, loaded=loaded, head=head)
+        if self.args.use_peft:
+            trained = adapted(trained, self.args.lora.adapter(None), self.args.lora_way)
         return plan_memory(
             [trained, *more],
             engine,
@@ -200,8 +210,9 @@ class Trainer(ABC):
         """Metrics (eval/…) of the model as it is now. A stop may cut it short (raise_if_stopped())."""
 
     def weights_changed(self) -> None:
-        """Called after every update and after a checkpoint was loaded."""
-        return None
+        """Called after every update and after a checkpoint was loaded; a method's own calls this one too."""
+        if self.model.adapter is not None:
+            self.model.adapter.refresh()
 
     def after_update(self) -> None:
         """Called after every update."""
@@ -245,7 +256,9 @@ class Trainer(ABC):
         return metrics
 
     def save_model(self, folder: str | os.PathLike) -> None:
-        """Write a Hugging Face model folder: config.json, model.safetensors and the tokenizer's files."""
+        """Write a Hugging Face model folder: config.json, model.safetensors and the tokenizer's files. With use_peft an
+        adapter's folder, in PEFT's format.
+        """
         save_model(self.model, folder)
         self.tokenizer.save(folder)
 

@@ -241,8 +241,8 @@ vllm_mode: colocate
 vllm_gpu_memory_utilization: 0.3
 report_to: wandb
 push_to_hub: true
-use_peft: true
-lora_r: 16
+use_dora: true
+load_in_4bit: true
 optim: adamw_torch
 attn_implementation: flash_attention_2
 remove_unused_columns: false
@@ -258,7 +258,7 @@ def test_c15_all_unknown_keys_at_once(fails, tmp_path):
     assert not_needed.startswith("not needed: ") and not_yet.startswith("not there yet: ")
     for name in ("use_vllm", "vllm_mode", "vllm_gpu_memory_utilization", "optim", "attn_implementation"):
         assert name in not_needed, name
-    for name in ("push_to_hub", "use_peft", "lora_r"):
+    for name in ("push_to_hub", "use_dora", "load_in_4bit"):
         assert name in not_yet, name
     assert "report_to" not in line  # an option
     assert unknown.startswith("unknown: max_prompt_len") and "remove_unused_columns" not in line  # it asks for nothing
@@ -279,7 +279,7 @@ def test_c15_other_mistakes_with_names(fails, tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     text = "model: a\nmodel_name_or_path: b\n"
     assert "model is given twice" in fails("sft", "--config", written(tmp_path, text))
-    assert "--use_vllm (the engine is part of cukit" in fails("grpo", "--use_vllm", "true", "--lora_r", "8")
+    assert "--use_vllm (the engine is part of cukit" in fails("grpo", "--use_vllm", "true", "--use_dora", "true")
     line = fails("sft", "--model", "m", "--dataset_name", "trl-lib/Capybara")
     assert "trl-lib/Capybara" in line and "is no file or folder here and not wholly in the cache" in line
     assert "does not exist" in fails("sft", "--data", "nowhere/rows.jsonl")

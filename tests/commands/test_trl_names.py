@@ -158,7 +158,10 @@ def test_a_name_that_becomes_an_option_needs_no_change_of_the_table():
         ("torch_dtype: bfloat16", {"dtype": "bfloat16"}),
         ("{report_to: [wandb], run_name: a, project: b}", {"report_to": ["wandb"], "run_name": "a", "project": "b"}),
         ("generation_kwargs: {top_k: 3}", {"generation_kwargs": {"top_k": 3}}),
-        ("{use_peft: false, lora_r: 16, push_to_hub: no, deepspeed: null, label_smoothing_factor: 0}", {}),
+        (
+            "{use_dora: false, lora_task_type: CAUSAL_LM, push_to_hub: no, deepspeed: null, label_smoothing_factor: 0}",
+            {},
+        ),
         ("{optim: ADAMW_TORCH, vllm_mode: colocate, hub_model_id: a/b, vllm_server_port: 7}", {}),
     ],
 )
@@ -177,7 +180,7 @@ def test_values_that_are_taken(text, values):
         ("optim: adafactor", "not there yet: optim=adafactor (AdamW with float32 master weights is the one optimizer)"),
         ("vllm_mode: server", "not there yet: vllm_mode=server (the engine is part of cukit"),
         ("save_strategy: best", "not there yet: save_strategy=best (save_steps takes no such value)"),
-        ("lora_r: 8", "not there yet: lora_r (adapters (LoRA))"),
+        ("use_dora: true", "not there yet: use_dora (DoRA (LoRA and rsLoRA are))"),
         ("{push_to_hub: true, use_vllm: true}", "not needed: use_vllm (the engine"),
         ("{push_to_hub: true, model_name_or_path: m}", "taken as: model_name_or_path as model; not there yet"),
         ("dataset_config: main", "dataset_config in F needs dataset_name; or give data as NAME:CONFIG:SPLIT"),

@@ -30,7 +30,9 @@ def linear_beside_forward(x, w, a, b, bias=None):
 def linear_beside_backward_input(dy, w, du, a):
     """dx = dy w + du a; dy (T, O), du (T, K)."""
     if du.shape != (len(dy), len(a)) or a.shape[1] != w.shape[1] or du.dtype != dy.dtype or a.dtype != w.dtype:
-        raise ValueError(f"du {du.shape} {du.dtype} and a {a.shape} {a.dtype} fit neither dy {dy.shape} nor w {w.shape}")
+        raise ValueError(
+            f"du {du.shape} {du.dtype} and a {a.shape} {a.dtype} fit neither dy {dy.shape} nor w {w.shape}"
+        )
     dx = linear_backward_input(dy, w)
     if dx.size and du.size:
         gemm(0, 0, a.shape[1], len(dy), len(a), a, du, 1, dx)

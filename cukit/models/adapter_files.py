@@ -1,0 +1,176 @@
+"""Adapter folders in PEFT's format: adapter_config.json and adapter_model.safetensors <-> an Adapter, every key
+accounted for.
+"""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save_file
+
+from .adapter_config import TARGETS, AdapterConfig
+from .adapters import PREFIX, Adapter, adapted_linears
+from .hub import parse_name
+
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+
+
+def is_adapter(folder) -> bool:
+    """Whether a folder holds an adapter and no model of its own."""
+    folder = Path(folder)
+    return (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").is_file()
+
+
+def adapter_config(folder) -> AdapterConfig:
+    """What adapter_config.json says. ValueError in one line if it cannot be read or asks for what is not there."""
+    path = Path(folder) / ADAPTER_CONFIG
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} must hold a JSON object")
+    names = values.get("target_modules")
+    if isinstance(names, str) or not set(names or ()) <= set(TARGETS):
+        # a pattern, or paths of modules: the tensors say what it meant, as parts_of() reads them
+        values = values | {"target_modules": _targets_of(folder)}
+    config = AdapterConfig.from_peft(values, str(path))
+    revision = values.get("revision")
+    if revision and config.base and parse_name(config.base) and "@" not in config.base:
+        config = AdapterConfig(config.r, config.alpha, config.targets, config.use_rslora, f"{config.base}@{revision}")
+    return config
+
+
+def base_of(folder) -> str:
+    """The model that an adapter folder belongs to: a folder, or a name of the hub."""
+    folder, base = Path(folder), adapter_config(folder).base
+    if not base:
+        raise ValueError(
+            f"{folder / ADAPTER_CONFIG} does not say which model it belongs to: set base_model_name_or_path"
+        )
+    for path in (Path(base), folder / base):
+        if path.is_dir():
+            if path.resolve() == folder.resolve():
+                raise ValueError(f"{folder / ADAPTER_CONFIG} names its own folder as base_model_name_or_path")
+            return str(path)
+    if parse_name(base) is None or Path(base).is_absolute():
+        raise ValueError(
+            f"the base model of {folder}, {base!r}, is not there: set base_model_name_or_path in its {ADAPTER_CONFIG}"
+        )
+    return base
+
+
+def read_factors(folder) -> dict[str, np.ndarray]:
+    """PEFT's tensor names -> arrays on the host; ValueError in one line for a file that cannot be read."""
+    path = Path(folder) / ADAPTER_WEIGHTS
+    if not path.is_file():
+        hint = "; .bin adapters are not read" if list(Path(folder).glob("adapter_model.bin")) else ""
+        raise ValueError(f"{folder} holds no {ADAPTER_WEIGHTS}{hint}")
+    try:
+        return load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path} cannot be read (truncated or not safetensors): {error}") from None
+
+
+def save_adapter(adapter: Adapter, folder) -> None:
+    """Write an adapter folder that PEFT loads, replacing an older one: float32 factors, then the configuration."""
+    folder, be = Path(folder), adapter.backend
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {name: np.ascontiguousarray(be.to_numpy(view)) for name, view in adapter.parts().items()}
+    config, weights = folder / ADAPTER_CONFIG, folder / ADAPTER_WEIGHTS
+    new_config, new_weights = (path.with_name(path.name + ".tmp") for path in (config, weights))
+    save_file(tensors, new_weights, metadata={"format": "pt"})
+    new_weights.chmod(0o644)  # safetensors makes it readable by the owner alone
+    new_config.write_text(json.dumps(adapter.config.to_peft(), indent=2) + "\n", encoding="utf-8")
+    if config.is_file() and config.read_bytes() != new_config.read_bytes():
+        config.unlink()  # without it nothing loads: the old one would give the new factors another meaning
+    os.replace(new_weights, weights)
+    os.replace(new_config, config)
+
+
+def load_adapter(model, folder, way: str = "beside") -> Adapter:
+    """Put the adapter of a folder on a model, to be trained on or used as it is."""
+    config, factors = adapter_config(folder), read_factors(folder)
+    _check(folder, factors, model, config)
+    adapter = Adapter(model, config, way)
+    fill(adapter, folder, factors)
+    return adapter
+
+
+def fill(adapter: Adapter, folder, factors: dict[str, np.ndarray] | None = None) -> None:
+    """Take the factors of a folder into an adapter of the same kind; ValueError in one line for one of another."""
+    theirs, ours = adapter_config(folder), adapter.config
+    for name, read in _KIND.items():
+        if read(theirs) != read(ours):
+            raise ValueError(
+                f"{folder} holds another adapter: its {name} is {read(theirs)}, this run's is {read(ours)}; give the "
+                "options of that run"
+            )
+    stored, parts = read_factors(folder) if factors is None else factors, adapter.parts()
+    _check_names(folder, stored, {name: view.shape for name, view in parts.items()})
+    for name, view in parts.items():
+        view[...] = adapter.backend.array(stored[name].astype(view.dtype, copy=False))
+    adapter.refresh()
+
+
+_KIND = {
+    "lora_r": lambda config: config.r,
+    "lora_alpha": lambda config: config.alpha,
+    "use_rslora": lambda config: config.use_rslora,
+    "lora_target_modules": lambda config: list(config.targets),
+}
+
+
+def merge_into(model, folder) -> None:
+    """weights = round(W + s·B·A), in place: the model is then a plain one, of the base's size and speed."""
+    config, factors = adapter_config(folder), read_factors(folder)
+    _check(folder, factors, model, config)
+    be = model.backend
+    for name, linear in adapted_linears(model, config):
+        for part, rows in linear.part_rows.items():
+            if part in config.targets:
+                stem = PREFIX + ".".join([*name.split(".")[:-1], part])
+                weight, wide = linear.weight.data[rows], be.accumulator(model.dtype)
+                a, b = (be.array(factors[f"{stem}.lora_{kind}.weight"].astype(wide)) for kind in "AB")
+                be.merge_adapter(weight, weight, a, b, config.scale)
+    if wrong := model.store.non_finite():
+        raise ValueError(f"{folder}: merged weights are not finite in {model.dtype}: {'; '.join(wrong)}")
+
+
+def _check(folder, factors, model, config: AdapterConfig) -> None:
+    shapes = {}
+    for name, linear in adapted_linears(model, config):
+        for part, rows in linear.part_rows.items():
+            if part in config.targets:
+                stem = PREFIX + ".".join([*name.split(".")[:-1], part])
+                shapes[f"{stem}.lora_A.weight"] = (config.r, linear.weight.shape[1])
+                shapes[f"{stem}.lora_B.weight"] = (rows.stop - rows.start, config.r)
+    _check_names(folder, factors, shapes)
+
+
+def _check_names(folder, stored: dict[str, Any], shapes: dict[str, tuple]) -> None:
+    problems = []
+    for kind, names in (("missing", shapes.keys() - stored.keys()), ("unexpected", stored.keys() - shapes.keys())):
+        if names:
+            shown = sorted(names)
+            more = f" and {len(shown) - 3} more" if len(shown) > 3 else ""
+            problems.append(f"{kind}: {', '.join(shown[:3])}{more}")
+    for name in sorted(shapes.keys() & stored.keys()):
+        if tuple(stored[name].shape) != tuple(shapes[name]):
+            problems.append(f"{name} has shape {list(stored[name].shape)}, this model needs {list(shapes[name])}")
+        elif not np.isfinite(stored[name].astype(np.float32)).all():
+            problems.append(f"{name} is not finite")
+    if problems:
+        more = f"; and {len(problems) - 4} more" if len(problems) > 4 else ""
+        raise ValueError(f"{folder}: the adapter does not fit its model: {'; '.join(problems[:4])}{more}")
+
+
+def _targets_of(folder) -> list[str]:
+    """The parts that have factors, by their tensors' names."""
+    found = {
+        name.split(".")[-3] for name in read_factors(folder) if name.endswith((".lora_A.weight", ".lora_B.weight"))
+    }
+    return sorted(found) or ["no tensor of an adapter"]

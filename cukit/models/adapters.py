@@ -1,0 +1,196 @@
+"""A LoRA adapter of a decoder (Hu et al. 2021): the base's weights stay frozen, and small factors A and B are trained
+beside its linear layers.
+
+Two ways to compute an adapted layer; both have fixed rounding points, the same in decoding and in training:
+
+* beside: y = round(round(x Wᵀ) + round(round(x Aᵀ) (s·B)ᵀ)), three products by the same function as everywhere.
+* merged: y = x round(W + s·B·A)ᵀ, one product with a copy of the weight that is made anew after each update.
+"""
+
+import math
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from ..autograd import Tensor
+from ..ops import Factors, linear_beside, linear_merged
+from .adapter_config import AdapterConfig
+from .modules import Linear, Module, declare
+from .store import Store
+
+BESIDE, MERGED = WAYS = ("beside", "merged")
+PREFIX = "base_model.model.model."  # before the names of parts in PEFT's files
+
+
+class LinearAdapter:
+    """The adapter of one Linear: what its module calls instead of the plain product."""
+
+    def __init__(self, adapter: "Adapter", linear: Linear, factors: Factors):
+        self.adapter, self.factors = adapter, factors
+        self.merged = linear.weight.data.copy() if adapter.way == MERGED else None
+
+    @property
+    def on(self) -> bool:
+        return self.adapter.on
+
+    def __call__(self, x: Tensor, linear: Linear) -> Tensor:
+        if self.merged is not None:
+            return linear_merged(x, self.merged, self.factors, linear.bias)
+        return linear_beside(x, linear.weight, self.factors, linear.bias)
+
+    def refresh(self, linear: Linear) -> None:
+        """Make the copies for products anew, in place: captured steps know their addresses."""
+        f, be = self.factors, self.adapter.backend
+        if f.down is not f.a.data:
+            be.store_weights(f.down, f.a.data)
+        wide = be.zeros(f.up.shape, f.b.dtype)
+        for rows, own, columns in f.blocks:
+            wide[rows, columns] = f.b.data[own] * f.scale
+        be.store_weights(f.up, wide)
+        if self.merged is not None:
+            for rows, own, columns in f.blocks:
+                weight = linear.weight.data[rows]
+                be.merge_adapter(self.merged[rows], weight, f.a.data[columns], f.b.data[own], f.scale)
+
+
+class Adapter:
+    """All factors of a decoder, in a store of their own: float32 (float64 for a float64 model), so that an optimizer
+    trains them as it does any weights. Making one freezes the decoder's weights and stands in its linear layers.
+
+    way: "beside" or "merged". seed: A is drawn as PEFT does (Kaiming uniform with a = √5: ± 1/√I), on the host, so that
+    every device gets the same numbers; B is zeros, so that nothing changes at first. After the factors have changed,
+    refresh() brings them into force.
+    """
+
+    def __init__(self, model, config: AdapterConfig, way: str = BESIDE, seed: int = 0):
+        if way not in WAYS:
+            raise ValueError(f"an adapter's way must be one of {', '.join(WAYS)}, got {way!r}")
+        if model.adapter is not None:
+            raise ValueError("the model has an adapter already: merge it first")
+        self.config, self.way, self.backend = config, way, model.backend
+        self._thread = threading.local()
+        self._linears: list[tuple[Linear, LinearAdapter]] = []
+        parameters, parts, made = {}, {}, []
+        for name, linear in adapted_linears(model, config):
+            chosen = [part for part in linear.part_rows if part in config.targets]
+            factors = self._declare(linear, chosen)
+            parameters |= {f"{name}.lora_A": factors.a, f"{name}.lora_B": factors.b}
+            for part, (_, own, columns) in zip(chosen, factors.blocks, strict=True):
+                stem = PREFIX + ".".join([*name.split(".")[:-1], part])
+                parts |= {f"{stem}.lora_A.weight": (factors.a, columns), f"{stem}.lora_B.weight": (factors.b, own)}
+            made.append((linear, factors))
+        self.store = Store(model.backend, parameters, parts)
+        for linear, factors in made:
+            self._set_up(linear, factors)
+        self._draw(seed)
+        model.attach(self)
+        self.refresh()
+
+    def _declare(self, linear: Linear, chosen: list[str]) -> Factors:
+        ins, r = linear.weight.shape[1], self.config.r
+        wide = self.backend.accumulator(linear.weight.dtype)
+        blocks, end = [], 0
+        for number, part in enumerate(chosen):
+            rows = linear.part_rows[part]
+            size = rows.stop - rows.start
+            blocks.append((rows, slice(end, end + size), slice(number * r, (number + 1) * r)))
+            end += size
+        a, b = declare((len(chosen) * r, ins), wide), declare((end, r), wide)
+        return Factors(a, b, self.config.scale, None, None, blocks)
+
+    def _set_up(self, linear: Linear, factors: Factors) -> None:
+        """Room for the copies that products take."""
+        be, dtype = self.backend, linear.weight.dtype
+        wide = factors.a.dtype == dtype
+        factors.down = factors.a.data if wide else be.zeros(factors.a.shape, dtype)
+        factors.up = be.zeros((linear.weight.shape[0], factors.a.shape[0]), dtype)
+        linear.adapter = LinearAdapter(self, linear, factors)
+        self._linears.append((linear, linear.adapter))
+
+    def _draw(self, seed: int) -> None:
+        for index, (name, view) in enumerate(self.parts().items()):
+            if ".lora_A." in name:
+                bound = 1 / math.sqrt(view.shape[1])
+                drawn = np.random.default_rng([seed, index]).uniform(-bound, bound, view.shape)
+                view[...] = self.backend.array(drawn.astype(view.dtype))
+
+    # ---- use ----
+
+    def refresh(self) -> None:
+        """Bring changed factors into force: casts to the model's dtype and merged copies, made anew in place."""
+        for linear, one in self._linears:
+            one.refresh(linear)
+
+    @property
+    def on(self) -> bool:
+        """Whether this thread's forward passes have the adapter."""
+        return getattr(self._thread, "on", True)
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """Inside, this thread's forward passes are the base's: nothing moves, for either way."""
+        before, self._thread.on = self.on, False
+        try:
+            yield
+        finally:
+            self._thread.on = before
+
+    def layer_parameters(self, index: int) -> list:
+        """The factors of one layer."""
+        prefix = f"layers.{index}."
+        return [parameter for parameter in self.store.parameters if parameter.name.startswith(prefix)]
+
+    def parts(self) -> dict[str, Any]:
+        """PEFT's tensor names -> views of the factors."""
+        return self.store.part_views()
+
+    def weights_in_use(self) -> list:
+        """The arrays that products of adapted layers take."""
+        found = [array for _, one in self._linears for array in (one.factors.down, one.factors.up)]
+        return found + [one.merged for _, one in self._linears if one.merged is not None]
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(math.prod(parameter.shape) for parameter in self.store.parameters)
+
+
+class WithoutAdapter:
+    """A decoder as it is without its adapter: the reference model of a run that trains one. It has no memory of its
+    own.
+    """
+
+    def __init__(self, model):
+        self.model = model
+
+    def forward(self, tokens, positions, attend) -> Tensor:
+        with self.model.adapter.off():
+            return self.model.forward(tokens, positions, attend)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model, name)
+
+
+def adapted_linears(model: Module, config: AdapterConfig) -> list[tuple[str, Linear]]:
+    """(dotted name, Linear) of the linear layers with a part among the adapter's targets."""
+    return [
+        (name.removesuffix(".weight"), owner)
+        for name, _, owner in model.walk_parameters()
+        if isinstance(owner, Linear) and name.endswith(".weight") and set(owner.part_rows) & set(config.targets)
+    ]
+
+
+def adapter_sizes(layer: Module, config: AdapterConfig, way: str) -> tuple[int, int]:
+    """(numbers of the factors, numbers of what else products take) of one layer, or of a whole model: merged copies of
+    weights, and zeros where a fused weight's parts have factors of their own.
+    """
+    factors = copies = 0
+    for _, linear in adapted_linears(layer, config):
+        outs, ins = linear.weight.shape
+        rows = [part.stop - part.start for name, part in linear.part_rows.items() if name in config.targets]
+        ranks = len(rows) * config.r
+        factors += ranks * ins + sum(rows) * config.r
+        copies += ranks * outs - sum(rows) * config.r + (outs * ins if way == MERGED else 0)
+    return factors, copies

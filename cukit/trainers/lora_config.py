@@ -1,0 +1,61 @@
+"""Options of training an adapter (LoRA); names and defaults are TRL's, but for the dropout, which is 0."""
+
+from typing import Any
+
+from ..models.adapter_config import ALL_LINEAR, TARGETS, AdapterConfig, chosen_targets
+from ..options import Options, check_range, option, require
+
+
+class LoraOptions(Options):
+    """A low-rank adapter beside frozen weights; see docs/LORA.md."""
+
+    group = "adapter"
+    use_peft: bool = option(False, "train a LoRA adapter; the model's own weights stay as they are")
+    lora_r: int = option(16, "rank of the adapter")
+    lora_alpha: float = option(32.0, "the adapter is multiplied with lora_alpha / lora_r")
+    lora_dropout: float = option(0.0, "must be 0: sampling and training compute the same numbers")
+    lora_target_modules: list[str] | None = option(
+        None, f"{ALL_LINEAR}, or some of {', '.join(TARGETS)}; default: q_proj v_proj, as in PEFT"
+    )
+    use_rslora: bool = option(False, "rank-stabilised: multiply with lora_alpha / sqrt(lora_r)")
+    lora_way: str = option(
+        "beside",
+        "how adapted layers are computed: with the adapter's products beside the weight's, or with one merged copy of "
+        "the weight, which is faster and takes its memory",
+        ("beside", "merged"),
+    )
+
+    def __post_init__(self) -> None:
+        check_range(self, "lora_r", 1)
+        check_range(self, "lora_alpha", 0, open_low=True)
+        require(
+            self.lora_dropout == 0 or not self.use_peft,
+            f"lora_dropout must be 0, got {self.lora_dropout:g}: with dropout, training would compute other numbers "
+            "than sampling",
+        )
+        chosen_targets(self.lora_target_modules, "lora_target_modules")
+        if not self.use_peft:
+            idle = sorted(name for name in self.given if name not in ("use_peft", "lora_dropout"))
+            changed = [name for name in idle if getattr(self, name) not in (type(self).options()[name].default, None)]
+            require(not changed, f"without use_peft there is no use for {', '.join(changed)}: give use_peft=true too")
+
+    def adapter(self, base: str | None) -> AdapterConfig:
+        """The adapter that the options ask for. base: the name of its model."""
+        targets = chosen_targets(self.lora_target_modules, "lora_target_modules")
+        return AdapterConfig(self.lora_r, self.lora_alpha, targets, self.use_rslora, base)
+
+
+def peft_options(config: Any) -> dict[str, Any]:
+    """A peft.LoraConfig (or a dict of its fields) as these options; peft itself is not needed. ValueError in one line
+    for what is not there.
+    """
+    values = config if isinstance(config, dict) else config.to_dict() if hasattr(config, "to_dict") else vars(config)
+    adapter = AdapterConfig.from_peft(values, "peft_config")
+    return {
+        "use_peft": True,
+        "lora_r": adapter.r,
+        "lora_alpha": adapter.alpha,
+        "lora_dropout": values.get("lora_dropout") or 0.0,
+        "lora_target_modules": list(adapter.targets),
+        "use_rslora": adapter.use_rslora,
+    }
