@@ -16,6 +16,7 @@ from ..runs.record import RunRecord, machine
 from ..runs.report import write_report_at_end
 from ..runs.reporters import ReportedRun, Reporters
 from ..runs.signals import RunStopped
+from .lora import described
 from .state import POLICY, load_weights, make_optimizer, restore, state_arrays
 
 logger = logging.getLogger(__name__)
@@ -108,6 +109,8 @@ class Run:
         self.record = RunRecord(self.folder, self._goes_on)
         self.record.begin(trainer.global_step, self._facts())
         logger.info("run folder %s, steps %d of %d", self.folder, trainer.global_step, trainer.total_steps)
+        if trainer.model.adapter is not None:
+            logger.info("%s", described(trainer.model))
         logger.info("memory:\n%s", trainer.plan.table())
         self._open_dashboards()
         with Progress(trainer.total_steps, trainer.label, trainer.global_step) as trainer.progress:

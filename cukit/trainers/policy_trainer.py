@@ -26,7 +26,7 @@ from .environment import EnvironmentMaker, make_maker
 from .episodes import Episodes
 from .evaluation import evaluate
 from .generation import Generation
-from .lora import with_peft
+from .lora import adapter_of, with_peft
 from .policy_config import PolicyConfig
 from .reward_model import RewardModel, reward_models, with_models
 from .rewarding import RewardScorer, trainer_state
@@ -158,7 +158,7 @@ class PolicyTrainer(Trainer):
 
     def plan_memory(self, *more: ModelUse, **sizes: Any) -> Plan:
         args, use = self.args, self.model
-        apart = self.needs_reference and not args.use_peft  # with an adapter, the base is the reference
+        apart = self.needs_reference and adapter_of(use, args) is None  # with an adapter, the base is the reference
         others = [ModelUse("reference", use.config, use.dtype)] if apart else []
         others += [one.use(use.dtype) for one in self.reward_models.values()]
         longest = max(len(ids) for _, ids in self.train_rows) + args.max_completion_length

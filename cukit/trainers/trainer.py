@@ -36,7 +36,7 @@ from .best import BestModel
 from .callbacks import TrainerCallback, call_callbacks
 from .config import TrainerConfig
 from .loop import Run
-from .lora import check_base, put_adapter, with_peft
+from .lora import adapter_of, check_base, put_adapter, with_peft
 from .state import POLICY, TrainedModel
 
 __all__ = ["Trainer", "TrainerCallback"]
@@ -174,8 +174,8 @@ class Trainer(ABC):
         policy = self.model
         loaded, head = isinstance(policy, Decoder), policy.config.head == "lm_head"
         trained = ModelUse(POLICY, policy.config, policy.dtype, trained=True, loaded=loaded, head=head)
-        if self.args.use_peft:
-            trained = adapted(trained, self.args.lora.adapter(None), self.args.lora_way)
+        if found := adapter_of(policy, self.args):
+            trained = adapted(trained, *found)
         return plan_memory(
             [trained, *more],
             engine,

@@ -140,6 +140,18 @@ def scores(dtype):
         be.score_backward(be.zeros((1, cols), "float32"), found, hidden, weight)
 
 
+def adapters(dtype):
+    be = backend_for("cuda")
+    for rows, ins, outs, rank in ((70, 260, 130, 40), (5, 13, 7, 3)):
+        x, w, a, b = (
+            be.array(normal(*shape).astype(be.dtype_of(dtype)))
+            for shape in ((rows, ins), (outs, ins), (rank, ins), (outs, rank))
+        )
+        y, u = be.linear_beside_forward(x, w, a, b)
+        be.linear_beside_backward_input(y, w, u, a)
+        be.merge_adapter(w, w, be.array(statistics(rank, ins)), be.array(statistics(outs, rank)), 0.5)
+
+
 def returns_and_ppo_loss():
     be = backend_for("cuda")
     columns = [be.array(statistics(113, seed=s)) for s in range(9)]
@@ -203,6 +215,7 @@ def main():
                 attention(dtype, heads, kv_heads, dim, [70, 1, 300])
         if "products" in parts:
             products(dtype)
+            adapters(dtype)
     if "losses" in parts:
         policy_losses()
         returns_and_ppo_loss()

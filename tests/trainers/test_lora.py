@@ -9,8 +9,9 @@ import pytest
 import cukit_cli
 from cukit import LLM, GRPOConfig, PPOConfig, PPOTrainer, SamplingParams, SFTConfig
 from cukit.backend.numpy import linear as linear_module
+from cukit.models.adapter_config import AdapterConfig
 from cukit.models.adapter_files import load_adapter
-from cukit.models.adapters import WithoutAdapter
+from cukit.models.adapters import Adapter, WithoutAdapter
 from cukit.models.logprobs import token_logprobs
 from cukit.models.weights import load_model, save_model
 from cukit.runs.checkpoint import load_checkpoint, newest_model, why_not_whole
@@ -196,6 +197,17 @@ class Note:
         if name.startswith("on_"):
             return lambda *_: None
         raise AttributeError(name)
+
+
+def test_a_model_that_brings_an_adapter_trains_it(make_sft, make_model):
+    model = make_model()
+    adapter = Adapter(model, AdapterConfig(2, 4, ("o_proj",)), "merged")
+    trainer = make_sft(model=model)
+    assert trainer.model.adapter is adapter and trainer.optimizer is None
+    moments = {item.name: item.nbytes for item in trainer.plan.items}["policy: AdamW's moments"]
+    trainer.train()
+    assert moments == 8 * adapter.num_parameters and (trainer.run_folder / "adapter_config.json").is_file()
+    assert all(view.any() for view in adapter.parts().values())
 
 
 @pytest.mark.parametrize("way", WAYS)
