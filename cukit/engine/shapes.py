@@ -157,8 +157,7 @@ def _moments(use, backend, tokens, gradient_checkpointing, gradients_stay, gradi
     # The pool cannot use the arrays kept between layers again for weights' gradients, since their sizes differ. It can
     # use those of whole layers.
     gaps = ("gaps where activations were", (layers - 1) * kept if gradient_checkpointing else 0)
-    trains_head = use.head and not use.adapter_parameters
-    head_gradient = config.vocab_size * config.hidden_size * use.gradient_bytes * trains_head
+    head_gradient = config.vocab_size * config.hidden_size * use.gradient_bytes * use.head
     first = gradients if gradients_stay else min(gradients, head_gradient)
     head = min(HEAD_ROWS, tokens) * config.vocab_size * dtype.itemsize * HEAD_CHUNKS * use.head
     # The embedding's output, the last norm's sum and output; the chosen rows and their gradient.
