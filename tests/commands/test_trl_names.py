@@ -251,7 +251,7 @@ def test_a_yaml_of_trls_ppo_is_taken(options, fails, capsys, tmp_path):
     given = ("ppo", "--model", "m", "--data", "rows.jsonl", "--reward_model_path", "r")
     words = options(*given, "--stop_token_id", "7", "--stop_token", "eos")
     assert make(PPOConfig, words).stop_token_ids == [7] and make(PPOConfig, words).reward_funcs == ["r"]
-    assert "--model_adapter_name (adapters (LoRA))" in fails(*given, "--model_adapter_name", "a")
+    assert "--model_adapter_name (several adapters)" in fails(*given, "--model_adapter_name", "a")
     line = fails("ppo", "--config", written(tmp_path, text + "max_completion_length: 6\n"))
     assert re.search(r"max_completion_length is given twice in .*, once as response_length; give only one", line)
 
