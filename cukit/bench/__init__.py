@@ -7,6 +7,7 @@ from pathlib import Path
 from ..engine.config import EngineConfig
 from ..models.config import DTYPES
 from ..options import Options, check_choices, check_range, nested, option, require
+from ..trainers.lora_config import LoraOptions
 
 WORKLOADS = ("N", "G", "decode")
 CRITICS = ("shared", "separate")
@@ -66,6 +67,7 @@ class GenerateBench(BenchOptions):
     scale: float | None = option(None, "multiplies counts and lengths; default: 1 on cuda, 0.1 on cpu")
     repeats: int = option(2, "measured runs, after two that are not")
     engine: EngineConfig = nested(EngineConfig, without=("seed",))
+    lora: LoraOptions = nested(LoraOptions)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -80,6 +82,7 @@ class TrainBench(BenchOptions):
     scale: float | None = option(None, "multiplies these defaults; default: 1 on cuda, 0.1 on cpu")
     max_tokens_per_batch: int | None = option(None, "most tokens in one forward pass; default: the whole step")
     repeats: int = option(3, "measured steps, after one that is not; the median counts")
+    lora: LoraOptions = nested(LoraOptions)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -100,6 +103,7 @@ class GRPOBench(BenchOptions):
     beta: float = option(0.0, "weight of the KL to a reference model; 0 loads none")
     repeats: int = option(3, "measured steps, after two that are not")
     engine: EngineConfig = nested(EngineConfig, without=("seed",))
+    lora: LoraOptions = nested(LoraOptions)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -98,7 +98,7 @@ def run(options: GenerateBench, engine_options: dict) -> dict:
     check_length(subject, longest, "lower --scale")
     rows = max(EngineConfig.max_num_seqs, min(MOST_ROWS, max(load.samples for load in loads)))
     settings = {"max_model_len": longest, "max_num_seqs": rows} | engine_options
-    model = build_model(subject, options.seed)
+    model = build_model(subject, options.seed, options.lora)
     report = new_report("generate", subject, options)
     report |= {"scale": scale, "engine": settings}
     with LLM.from_model(model, None, **settings) as llm:

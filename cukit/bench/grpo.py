@@ -81,7 +81,7 @@ def _trainer(options: GRPOBench, subject: Subject, scale: float, folder: str) ->
         **(limits | given_values(options.engine)),
     )
     return GRPOTrainer(
-        model=build_model(subject, options.seed),
+        model=build_model(subject, options.seed, options.lora),
         reward_funcs=[by_place],
         args=args,
         train_dataset=[{"prompt": " ".join(map(str, row))} for row in ids.tolist()],

@@ -130,6 +130,9 @@ def headline(report: dict) -> str:
         model = f"{report['model']}'s shape with RANDOM weights"
     else:
         model = f"weights of {report['weights']}"
+    lora = report["options"].get("lora") or {}
+    if lora.get("use_peft"):
+        model += f" and an adapter ({lora['lora_way']}, rank {lora['lora_r']})"
     return (
         f"bench {report['benchmark']}: {model}, random inputs, {report['dtype']}, {report['device']} "
         f"({report['device_name']}), "

@@ -7,9 +7,11 @@ from types import ModuleType
 import numpy as np
 
 from ..backend import backend_for
+from ..models.adapters import Adapter
 from ..models.config import ModelConfig
 from ..models.decoder import Decoder
 from ..models.weights import load_config, load_model
+from ..trainers.lora_config import LoraOptions
 
 QWEN3 = dict(
     architectures=["Qwen3ForCausalLM"],
@@ -85,12 +87,15 @@ def choose_subject(options) -> Subject:
     return Subject(name, load_config(name), name, backend, dtype)
 
 
-def build_model(subject: Subject, seed: int) -> Decoder:
-    """The folder's model, or one of this shape with random weights."""
+def build_model(subject: Subject, seed: int, lora: LoraOptions | None = None) -> Decoder:
+    """The folder's model, or one of this shape with random weights; with a new adapter if that is asked for."""
     if subject.folder is not None:
-        return load_model(subject.folder, subject.backend.name, subject.dtype.name)
-    model = Decoder(subject.config, subject.backend, subject.dtype)
-    model.init_weights(seed)
+        model = load_model(subject.folder, subject.backend.name, subject.dtype.name)
+    else:
+        model = Decoder(subject.config, subject.backend, subject.dtype)
+        model.init_weights(seed)
+    if lora is not None and lora.use_peft:
+        Adapter(model, lora.adapter(None), lora.lora_way, seed)
     return model
 
 

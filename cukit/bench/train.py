@@ -54,12 +54,12 @@ def run(options: TrainBench) -> dict:
     before = memory_in_use(subject.backend)
     scale = scale_of(options, subject)
     step = make_step(options, subject, scale)
-    model = build_model(subject, options.seed)
+    model = build_model(subject, options.seed, options.lora)
     report = new_report("train", subject, options) | {"scale": scale, "micro_batches": len(step.micro_batches)}
     rows = report["rows"]
     # from the least memory to the most, since a CPU's process only knows its highest point
     rows.append(_row("log-probs, no gradient", None, lambda: _logprobs(model, step), subject, step, options, before))
-    optimizer = AdamW(model.store, LEARNING_RATE)
+    optimizer = AdamW(model.trained_store, LEARNING_RATE)
     for recompute in (True, False):
         model.gradient_checkpointing = recompute
         rows.append(
@@ -121,3 +121,5 @@ def _train(model, optimizer: AdamW, step: Step) -> None:
         loss = logprobs.sum() * (-1 / step.completion_tokens)
         loss.backward(loss.data * 0 + optimizer.loss_scale)
     optimizer.step()
+    if model.adapter is not None:
+        model.adapter.refresh()
