@@ -14,7 +14,6 @@ IDLE = (
     *("runtime_config", "alora_invocation_tokens", "loftq_config", "layers_pattern"),
 )
 READ = ("r", "lora_alpha", "target_modules", "use_rslora")
-OFF = (None, False, "none", {}, [], ())
 # How A and B may begin: those that leave the base's weights as they are.
 PLAIN_STARTS = (None, True, False, "gaussian", "orthogonal")
 WAY_OUT = {
@@ -48,7 +47,7 @@ class AdapterConfig:
         kind = str(getattr(values.get("peft_type"), "value", values.get("peft_type") or "LORA"))
         _require(kind == "LORA", f"{where}: peft_type {kind} is not there; LORA is")
         for name, value in values.items():
-            if name not in READ + IDLE and not any(value == off for off in OFF):
+            if name not in READ + IDLE and value and value != "none":
                 reason = WAY_OUT.get(name, f"no {name} is there")
                 raise ValueError(f"{where}: {name}={value!r:.60} cannot be taken: {reason}")
         start = values.get("init_lora_weights")

@@ -12,10 +12,8 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from .adapter_config import TARGETS, AdapterConfig
-from .adapters import PREFIX, Adapter, adapted_linears
-from .hub import parse_name
-
-ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+from .adapters import Adapter, adapted_linears, peft_name
+from .hub import ADAPTER_CONFIG, ADAPTER_WEIGHTS, parse_name
 
 
 def is_adapter(folder) -> bool:
@@ -35,7 +33,7 @@ def adapter_config(folder) -> AdapterConfig:
         raise ValueError(f"{path} must hold a JSON object")
     names = values.get("target_modules")
     if isinstance(names, str) or not set(names or ()) <= set(TARGETS):
-        # a pattern, or paths of modules: the tensors say what it meant, as parts_of() reads them
+        # a pattern, or paths of modules: the tensors say what it meant
         values = values | {"target_modules": _targets_of(folder)}
     config = AdapterConfig.from_peft(values, str(path))
     revision = values.get("revision")
@@ -93,14 +91,12 @@ def save_adapter(adapter: Adapter, folder) -> None:
 
 def load_adapter(model, folder, way: str = "beside") -> Adapter:
     """Put the adapter of a folder on a model, to be trained on or used as it is."""
-    config, factors = adapter_config(folder), read_factors(folder)
-    _check(folder, factors, model, config)
-    adapter = Adapter(model, config, way)
-    fill(adapter, folder, factors)
+    adapter = Adapter(model, adapter_config(folder), way)
+    fill(adapter, folder)
     return adapter
 
 
-def fill(adapter: Adapter, folder, factors: dict[str, np.ndarray] | None = None) -> None:
+def fill(adapter: Adapter, folder) -> None:
     """Take the factors of a folder into an adapter of the same kind; ValueError in one line for one of another."""
     theirs, ours = adapter_config(folder), adapter.config
     for name, read in _KIND.items():
@@ -109,7 +105,7 @@ def fill(adapter: Adapter, folder, factors: dict[str, np.ndarray] | None = None)
                 f"{folder} holds another adapter: its {name} is {read(theirs)}, this run's is {read(ours)}; give the "
                 "options of that run"
             )
-    stored, parts = read_factors(folder) if factors is None else factors, adapter.parts()
+    stored, parts = read_factors(folder), adapter.parts()
     _check_names(folder, stored, {name: view.shape for name, view in parts.items()})
     for name, view in parts.items():
         view[...] = adapter.backend.array(stored[name].astype(view.dtype, copy=False))
@@ -126,29 +122,22 @@ _KIND = {
 
 def merge_into(model, folder) -> None:
     """weights = round(W + s·B·A), in place: the model is then a plain one, of the base's size and speed."""
-    config, factors = adapter_config(folder), read_factors(folder)
-    _check(folder, factors, model, config)
-    be = model.backend
-    for name, linear in adapted_linears(model, config):
-        for part, rows in linear.part_rows.items():
-            if part in config.targets:
-                stem = PREFIX + ".".join([*name.split(".")[:-1], part])
-                weight, wide = linear.weight.data[rows], be.accumulator(model.dtype)
-                a, b = (be.array(factors[f"{stem}.lora_{kind}.weight"].astype(wide)) for kind in "AB")
-                be.merge_adapter(weight, weight, a, b, config.scale)
+    config, factors, be = adapter_config(folder), read_factors(folder), model.backend
+    found = {
+        peft_name(name, part): linear.weight.data[rows]
+        for name, linear in adapted_linears(model, config)
+        for part, rows in linear.part_rows.items()
+        if part in config.targets
+    }
+    shapes = {f"{stem}.lora_A.weight": (config.r, weight.shape[1]) for stem, weight in found.items()}
+    shapes |= {f"{stem}.lora_B.weight": (weight.shape[0], config.r) for stem, weight in found.items()}
+    _check_names(folder, factors, shapes)
+    for stem, weight in found.items():
+        wide = be.accumulator(weight.dtype)
+        a, b = (be.array(factors[f"{stem}.lora_{kind}.weight"].astype(wide)) for kind in "AB")
+        be.merge_adapter(weight, weight, a, b, config.scale)
     if wrong := model.store.non_finite():
         raise ValueError(f"{folder}: merged weights are not finite in {model.dtype}: {'; '.join(wrong)}")
-
-
-def _check(folder, factors, model, config: AdapterConfig) -> None:
-    shapes = {}
-    for name, linear in adapted_linears(model, config):
-        for part, rows in linear.part_rows.items():
-            if part in config.targets:
-                stem = PREFIX + ".".join([*name.split(".")[:-1], part])
-                shapes[f"{stem}.lora_A.weight"] = (config.r, linear.weight.shape[1])
-                shapes[f"{stem}.lora_B.weight"] = (rows.stop - rows.start, config.r)
-    _check_names(folder, factors, shapes)
 
 
 def _check_names(folder, stored: dict[str, Any], shapes: dict[str, tuple]) -> None:

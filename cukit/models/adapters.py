@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from ..autograd import Tensor
+from ..autograd import Parameter, Tensor
 from ..ops import Factors, linear_beside, linear_merged
 from .adapter_config import AdapterConfig
 from .modules import Linear, Module, declare
@@ -79,7 +79,7 @@ class Adapter:
             factors = self._declare(linear, chosen)
             parameters |= {f"{name}.lora_A": factors.a, f"{name}.lora_B": factors.b}
             for part, (_, own, columns) in zip(chosen, factors.blocks, strict=True):
-                stem = PREFIX + ".".join([*name.split(".")[:-1], part])
+                stem = peft_name(name, part)
                 parts |= {f"{stem}.lora_A.weight": (factors.a, columns), f"{stem}.lora_B.weight": (factors.b, own)}
             made.append((linear, factors))
         self.store = Store(model.backend, parameters, parts)
@@ -147,10 +147,11 @@ class Adapter:
         """PEFT's tensor names -> views of the factors."""
         return self.store.part_views()
 
-    def weights_in_use(self) -> list:
-        """The arrays that products of adapted layers take."""
-        found = [array for _, one in self._linears for array in (one.factors.down, one.factors.up)]
-        return found + [one.merged for _, one in self._linears if one.merged is not None]
+    def weights_in_use(self, parameters: list[Parameter]) -> list:
+        """The arrays that products take of a model with these parameters: a merged copy in place of its weight."""
+        copies = {id(linear.weight): one.merged for linear, one in self._linears if one.merged is not None}
+        found = [copies.get(id(parameter), parameter.data) for parameter in parameters]
+        return found + [array for _, one in self._linears for array in (one.factors.down, one.factors.up)]
 
     @property
     def num_parameters(self) -> int:
@@ -171,6 +172,11 @@ class WithoutAdapter:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.model, name)
+
+
+def peft_name(linear: str, part: str) -> str:
+    """What PEFT's tensors of a part begin with: layers.0.self_attn.qkv_proj, k_proj -> ….layers.0.self_attn.k_proj"""
+    return PREFIX + ".".join([*linear.split(".")[:-1], part])
 
 
 def adapted_linears(model: Module, config: AdapterConfig) -> list[tuple[str, Linear]]:

@@ -173,8 +173,8 @@ class Decoder(Module):
 
     def weights_in_use(self) -> list:
         """The arrays that forward passes multiply with."""
-        own = [parameter.data for parameter in self.parameters()]
-        return own if self.adapter is None else own + self.adapter.weights_in_use()
+        own = self.parameters()
+        return [x.data for x in own] if self.adapter is None else self.adapter.weights_in_use(own)
 
     def parts(self) -> dict:
         """Hugging Face's tensor names -> arrays that are views of this model's weights (a tied head is not listed)."""

@@ -7,6 +7,7 @@ from pathlib import Path
 from ..hub import Listing, fetch, list_files, parse_name
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 SMALL_FILES = (
     "config.json",
     "generation_config.json",
@@ -18,7 +19,8 @@ SMALL_FILES = (
 
 
 def fetch_model(text: str, weights: bool = True) -> Path:
-    """The local copy of `owner/name[@revision]`. Without `weights`: its configuration and tokenizer alone.
+    """The local copy of `owner/name[@revision]`. Without `weights`: its configuration and tokenizer alone. An adapter
+    comes whole: it is small.
 
     ValueError in one line, before anything large is fetched, if the repository holds no safetensors model.
     """
@@ -26,6 +28,9 @@ def fetch_model(text: str, weights: bool = True) -> Path:
     if named is None:
         raise ValueError(f"model folder {text!r} does not exist, and it is no name of the hub (owner/name[@revision])")
     listing = list_files(named[0], "model", named[1])
+    if "config.json" not in listing.files and {ADAPTER_CONFIG, ADAPTER_WEIGHTS} <= set(listing.files):
+        whole = (ADAPTER_CONFIG, ADAPTER_WEIGHTS, *SMALL_FILES)
+        return fetch(listing, [file for file in whole if file in listing.files])
     if "config.json" not in listing.files:
         raise ValueError(f"model {text!r} has no config.json on the hub: it is no model in Hugging Face's format")
     small = [file for file in (*SMALL_FILES, INDEX) if file in listing.files]

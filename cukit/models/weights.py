@@ -25,9 +25,10 @@ def load_config(folder, head: str | None = None) -> ModelConfig:
 
     head: the shape of the model that load_model(folder, head=head) gives; None: of the folder's own.
     """
-    if is_adapter(folder):
-        return load_config(base_of(folder), head)
-    path = model_folder(folder, weights=False) / "config.json"
+    source = model_folder(folder, weights=False)
+    if is_adapter(source):
+        return load_config(base_of(source), head)
+    path = source / "config.json"
     if not path.is_file():
         raise ValueError(f"{folder} holds no config.json: give the folder of a Hugging Face model")
     try:
@@ -56,9 +57,9 @@ def load_model(folder, device="cpu", dtype="auto", head="lm_head", score_seed: i
     Tensors are read one at a time, straight into the model's memory; float32 becomes bfloat16 as in an update. Raises
     one ValueError that names every tensor that is missing, unexpected or of the wrong shape, or holds NaN or infinity.
     """
-    if is_adapter(folder):
-        model = load_model(base_of(folder), device, dtype, head, score_seed)
-        merge_into(model, folder)
+    if is_adapter(source := model_folder(folder, weights=False)):
+        model = load_model(base_of(source), device, dtype, head, score_seed)
+        merge_into(model, source)
         return model
     config, backend = load_config(folder, head), backend_for(device)
     sources = _tensor_sources(model_folder(folder))

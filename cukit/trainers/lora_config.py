@@ -51,6 +51,8 @@ def peft_options(config: Any) -> dict[str, Any]:
     """
     values = config if isinstance(config, dict) else config.to_dict() if hasattr(config, "to_dict") else vars(config)
     adapter = AdapterConfig.from_peft(values, "peft_config")
+    start = values.get("init_lora_weights", True)
+    require(start is True, f"peft_config: init_lora_weights={start!r} is not there: true is (Kaiming uniform, B zeros)")
     return {
         "use_peft": True,
         "lora_r": adapter.r,

@@ -220,7 +220,6 @@ class PolicyTrainer(Trainer):
         }
 
     def weights_changed(self) -> None:
-        super().weights_changed()
         self.rollout.weights_changed()
 
     # ---- evaluation, checkpoints ----

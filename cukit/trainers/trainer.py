@@ -210,9 +210,8 @@ class Trainer(ABC):
         """Metrics (eval/…) of the model as it is now. A stop may cut it short (raise_if_stopped())."""
 
     def weights_changed(self) -> None:
-        """Called after every update and after a checkpoint was loaded; a method's own calls this one too."""
-        if self.model.adapter is not None:
-            self.model.adapter.refresh()
+        """Called after every update and after a checkpoint was loaded."""
+        return None
 
     def after_update(self) -> None:
         """Called after every update."""
@@ -370,6 +369,8 @@ class Trainer(ABC):
                     "step %d: the gradient is not finite (norm %s); the update was skipped", self.global_step + 1, norm
                 )
         if applied:
+            if self.model.adapter is not None:
+                self.model.adapter.refresh()
             self.weights_changed()
             self.after_update()
         run.count_update(applied, skipped)

@@ -22,3 +22,15 @@ def test_the_bundled_job_of_ppo_learns(capsys, tmp_path, options):
     found = re.search(r"held-out accuracy: ([0-9.]+) before, ([0-9.]+) after", capsys.readouterr().out)
     before, after = map(float, found.groups())
     assert before == pytest.approx(0.486, abs=0.01) and after > 0.9
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["beside", "merged"])
+def test_an_adapter_learns_the_bundled_job(way, capsys, tmp_path):
+    """What docs/LORA.md says of it, at half its steps."""
+    lora = ["--use_peft", "--lora_r", "8", "--lora_target_modules", "all-linear", "--lora_way", way]
+    argv = ["grpo", "--device", "cpu", *lora, "--learning_rate", "1e-3", "--max_steps", "50"]
+    assert cukit_cli.main([*argv, "--output_dir", str(tmp_path / "run")]) == 0
+    found = re.search(r"held-out accuracy: ([0-9.]+) before, ([0-9.]+) after", capsys.readouterr().out)
+    before, after = map(float, found.groups())
+    assert before == pytest.approx(0.486, abs=0.01) and after > 0.95

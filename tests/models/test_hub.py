@@ -12,6 +12,9 @@ from huggingface_hub import constants
 from huggingface_hub.utils import are_progress_bars_disabled
 
 from cukit import LLM
+from cukit.models.adapter_config import AdapterConfig
+from cukit.models.adapter_files import merge_into, save_adapter
+from cukit.models.adapters import Adapter
 from cukit.models.weights import load_config, load_model, model_folder
 
 OTHERS = {"README.md": b"# x", "pytorch_model.bin": b"x", "onnx/model.onnx": b"x", "consolidated.safetensors": b"x"}
@@ -167,3 +170,26 @@ def test_bars_are_drawn_on_terminals_alone(tiny, monkeypatch, terminal):
     model_folder("cukit/tiny")
     assert ("Fetching" in shown.getvalue()) == terminal
     assert not are_progress_bars_disabled()
+
+
+def test_an_adapter_comes_whole_and_brings_its_base(tiny, tmp_path):
+    """Its base by the name and revision that adapter_config.json gives."""
+    base = load_model(ROOT / "data" / "tiny-qwen3")
+    adapter = Adapter(base, AdapterConfig(2, 4, base="cukit/tiny"))
+    for view in adapter.parts().values():
+        view[...] = 0.1
+    save_adapter(adapter, tmp_path)
+    files = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    tiny.add("model", "cukit/adapter", files | {"README.md": b"# x", "adapter_model.bin": b"x"})
+    folder = model_folder("cukit/adapter", weights=False)
+    assert names(folder) == {"adapter_config.json", "adapter_model.safetensors"}
+    found, expected = load_model("cukit/adapter"), load_model(ROOT / "data" / "tiny-qwen3")
+    merge_into(expected, tmp_path)
+    assert all(np.array_equal(view, expected.parts()[name]) for name, view in found.parts().items())
+    assert load_config("cukit/adapter") == expected.config
+    llm = LLM("cukit/adapter", device="cpu", max_model_len=64, num_kv_blocks=32, max_num_seqs=2)
+    assert llm.tokenizer is not None and llm.eos_token_ids
+    values = json.loads(files["adapter_config.json"]) | {"revision": "no-such"}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(values))
+    with pytest.raises(ValueError, match="no-such"):
+        load_model(tmp_path)

@@ -273,6 +273,7 @@ def test_pefts_configuration_is_taken_by_its_attributes(make_model, tokenizer, t
     "changes, message",
     [
         ({"use_dora": True}, "peft_config: use_dora=True cannot be taken: DoRA is not there"),
+        ({"init_lora_weights": "gaussian"}, "init_lora_weights='gaussian' is not there: true is"),
         ({"lora_dropout": 0.1}, "lora_dropout must be 0, got 0.1"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
         ({"target_modules": ["lm_head"]}, "target_modules has lm_head: give all-linear or some of q_proj"),

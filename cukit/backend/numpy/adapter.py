@@ -6,6 +6,7 @@ parts side by side.
 
 from ..dtypes import accumulator
 from .linear import linear_backward_input, linear_forward
+from .threads import one_blas_thread
 
 CHUNK = 1 << 22  # elements of a sum that are held at a time
 
@@ -30,7 +31,9 @@ def merge_adapter(out, w, a, b, scale):
     rows = max(1, CHUNK // max(1, w.shape[1]))
     for start in range(0, len(w), rows):
         part = slice(start, start + rows)
-        total = w[part].astype(wide, copy=False) + wide.type(scale) * (b[part] @ a)
+        with one_blas_thread(w.size):
+            change = b[part] @ a
+        total = w[part].astype(wide, copy=False) + wide.type(scale) * change
         out[part] = total.astype(out.dtype, copy=False)
     return out
 
