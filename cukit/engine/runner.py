@@ -13,6 +13,7 @@ import math
 import numpy as np
 
 from ..autograd import Tensor, no_grad
+from ..models.adapters import weights_in_use
 from ..models.attend import PagedDecode, PagedPrefill
 from .config import EngineConfig
 from .copies import Inbox, Results
@@ -104,7 +105,7 @@ class ModelRunner:
     def _weights(self):
         """Within it the forward pass may use copies of the weights."""
         if self._wide is None:
-            self._wide = self.backend.WideCopies(self.model.weights_in_use())
+            self._wide = self.backend.WideCopies(weights_in_use(self.model))
         return self._wide
 
     # ---- rows ----

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from ..autograd import Parameter, Tensor
+from ..autograd import Tensor
 from ..ops import Factors, linear_beside, linear_merged
 from .adapter_config import AdapterConfig
 from .modules import Linear, Module, declare
@@ -72,7 +72,7 @@ class Adapter:
             raise ValueError("the model has an adapter already: merge it first")
         self.config, self.way, self.backend = config, way, model.backend
         self._thread = threading.local()
-        self._linears: list[tuple[Linear, LinearAdapter]] = []
+        self.linears: list[tuple[Linear, LinearAdapter]] = []
         parameters, parts, made = {}, {}, []
         for name, linear in adapted_linears(model, config):
             chosen = [part for part in linear.part_rows if part in config.targets]
@@ -108,7 +108,7 @@ class Adapter:
         factors.down = factors.a.data if wide else be.zeros(factors.a.shape, dtype)
         factors.up = be.zeros((linear.weight.shape[0], factors.a.shape[0]), dtype)
         linear.adapter = LinearAdapter(self, linear, factors)
-        self._linears.append((linear, linear.adapter))
+        self.linears.append((linear, linear.adapter))
 
     def _draw(self, seed: int) -> None:
         for index, (name, view) in enumerate(self.parts().items()):
@@ -121,7 +121,7 @@ class Adapter:
 
     def refresh(self) -> None:
         """Bring changed factors into force: casts to the model's dtype and merged copies, made anew in place."""
-        for linear, one in self._linears:
+        for linear, one in self.linears:
             one.refresh(linear)
 
     @property
@@ -147,12 +147,6 @@ class Adapter:
         """PEFT's tensor names -> views of the factors."""
         return self.store.part_views()
 
-    def weights_in_use(self, parameters: list[Parameter]) -> list:
-        """The arrays that products take of a model with these parameters: a merged copy in place of its weight."""
-        copies = {id(linear.weight): one.merged for linear, one in self._linears if one.merged is not None}
-        found = [copies.get(id(parameter), parameter.data) for parameter in parameters]
-        return found + [array for _, one in self._linears for array in (one.factors.down, one.factors.up)]
-
     @property
     def num_parameters(self) -> int:
         return sum(math.prod(parameter.shape) for parameter in self.store.parameters)
@@ -172,6 +166,15 @@ class WithoutAdapter:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.model, name)
+
+
+def weights_in_use(model) -> list:
+    """The arrays that a model's forward passes multiply with; a merged copy stands in place of its weight."""
+    adapter, parameters = getattr(model, "adapter", None), model.parameters()
+    linears = [] if adapter is None else adapter.linears
+    copies = {id(linear.weight): one.merged for linear, one in linears if one.merged is not None}
+    found = [copies.get(id(parameter), parameter.data) for parameter in parameters]
+    return found + [array for _, one in linears for array in (one.factors.down, one.factors.up)]
 
 
 def peft_name(linear: str, part: str) -> str:

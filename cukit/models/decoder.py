@@ -171,11 +171,6 @@ class Decoder(Module):
         """The store of what training updates: the adapter's, or the weights'."""
         return self.store if self.adapter is None else self.adapter.store
 
-    def weights_in_use(self) -> list:
-        """The arrays that forward passes multiply with."""
-        own = self.parameters()
-        return [x.data for x in own] if self.adapter is None else self.adapter.weights_in_use(own)
-
     def parts(self) -> dict:
         """Hugging Face's tensor names -> arrays that are views of this model's weights (a tied head is not listed)."""
         return self.store.part_views()

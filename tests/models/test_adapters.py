@@ -11,7 +11,7 @@ import pytest
 from cukit.autograd import no_grad
 from cukit.models.adapter_config import TARGETS, AdapterConfig
 from cukit.models.adapter_files import load_adapter, save_adapter
-from cukit.models.adapters import Adapter, WithoutAdapter, adapter_sizes
+from cukit.models.adapters import Adapter, WithoutAdapter, adapter_sizes, weights_in_use
 from cukit.models.logprobs import pack, target_logprobs, token_logprobs
 from cukit.models.weights import load_config, load_model, save_model, tokenizer_folders
 from cukit.optim import AdamW
@@ -70,7 +70,7 @@ def test_beside_is_pefts(name, checkpointing):
 def test_merged_is_torchs_straight_through_rounding(name, checkpointing):
     model, truth, rows = adapted(name, "merged")
     model.gradient_checkpointing = checkpointing
-    for _, one in model.adapter._linears:  # a float64 model whose merged copies are those of a bfloat16 one
+    for _, one in model.adapter.linears:  # a float64 model whose merged copies are those of a bfloat16 one
         for adapted_rows, _, _ in one.factors.blocks:
             part = one.merged[adapted_rows]
             part[...] = part.astype(np.float32).astype(ml_dtypes.bfloat16).astype(np.float64)
@@ -140,11 +140,11 @@ def test_an_update_comes_into_force_by_refresh_and_the_base_stays(way):
     optimizer = AdamW(model.trained_store, 0.05)
     loss_of(model, ROWS).backward()
     assert optimizer.step()[1]
-    addresses = [array.ctypes.data for array in model.weights_in_use()]
+    addresses = [array.ctypes.data for array in weights_in_use(model)]
     assert logits_of(model, ROWS).tobytes() == before.tobytes()
     adapter.refresh()
     assert (logits_of(model, ROWS) != before).any()
-    assert [array.ctypes.data for array in model.weights_in_use()] == addresses, "captured steps know them"
+    assert [array.ctypes.data for array in weights_in_use(model)] == addresses, "captured steps know them"
     assert all(np.array_equal(a, bucket.data) for a, bucket in zip(base, model.store.buckets))
     assert logits_of(WithoutAdapter(model), ROWS).tobytes() == before.tobytes()
     with adapter.off():
@@ -165,8 +165,8 @@ def test_sizes_are_those_of_the_arrays():
             model, adapter = fresh(way, "bfloat16", targets=targets)
             factors, more = adapter_sizes(model, adapter.config, way)
             assert factors == adapter.num_parameters == sum(view.size for view in adapter.parts().values())
-            used = sum(array.size for array in model.weights_in_use())
-            replaced = sum(linear.weight.data.size for linear, _ in adapter._linears) if way == "merged" else 0
+            used = sum(array.size for array in weights_in_use(model))
+            replaced = sum(linear.weight.data.size for linear, _ in adapter.linears) if way == "merged" else 0
             assert factors + more == used + replaced - sum(parameter.data.size for parameter in model.parameters())
 
 

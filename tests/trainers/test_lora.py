@@ -92,7 +92,7 @@ def test_an_update_reaches_the_engines_copies(make_grpo, way):
         trainer.rollout.generate([[1, 2, 3]], SamplingParams(max_tokens=2, temperature=0.0))
     finally:
         linear_module.WideCopies.__init__ = original
-    for _, one in trainer.model.adapter._linears:
+    for _, one in trainer.model.adapter.linears:
         arrays = [one.factors.down, one.factors.up] + ([one.merged] if way == "merged" else [])
         assert {id(array) for array in arrays} <= copied[-1]
 
@@ -321,7 +321,7 @@ def test_the_plan_counts_factors_and_copies(make_grpo):
             assert items["policy: AdamW's moments"] == 8 * adapter.num_parameters
             assert items["policy: weights' gradients"] <= 4 * adapter.num_parameters
     assert "reference: weights in float32" in found["full"] and "reference: weights in float32" not in found["beside"]
-    linears = sum(linear.weight.data.nbytes for linear, _ in trainer.model.adapter._linears)
+    linears = sum(linear.weight.data.nbytes for linear, _ in trainer.model.adapter.linears)
     weights = "policy: weights in float32"
     assert found["merged"][weights] - found["beside"][weights] == linears
 
