@@ -1,35 +1,103 @@
-"""AdamW over a store of weights: float32 master weights, gradient clipping, loss scaling for float16; learning-rate
-schedules.
+"""AdamW over a store of weights: float32 master weights, lean states, gradient clipping, loss scaling for float16;
+learning-rate schedules.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from .autograd import Parameter
-from .models.store import PIECES, Bucket, Store
+from .backend.dtypes import DTYPES
+from .backend.states import BLOCK, MOMENT_BYTES, blocks_of, decode_blocks, encode_blocks, join_master, split_master
+from .models.store import PIECES, Bucket, Slot, Store
 
 GROWTH_INTERVAL = 400  # finite steps after which the loss scale of float16 doubles (Precision-RL's value)
 MAX_LOSS_SCALE = 2.0**24
 COUNTERS = "optimizer.counters"
+BUCKET_KEY = 0x9E3779B97F4A7C15  # the seeds of two buckets lie this far apart
 
 
-@dataclass(slots=True)
+KINDS = ("exp_avg", "exp_avg_sq", "master")
+
+
 class _State:
-    """What AdamW keeps of a bucket, arrays of its layout; master is the weights themselves if they are wide enough."""
+    """What AdamW keeps of a bucket, arrays of its layout.
 
-    exp_avg: Any
-    exp_avg_sq: Any
-    master: Any
+    master: the bucket's own array if it is wide enough; of bfloat16 weights the int16 remainders, which with the
+    weights are the float32 masters; of float16 the float32 masters. moments: two arrays in float32 or better or in
+    bfloat16; of int8 codes (uint8), and `exponents` are those of their blocks.
+    """
+
+    def __init__(self, bucket: Bucket, form: str):
+        be, wide = bucket.backend, bucket.backend.accumulator(bucket.dtype)
+        matrices = any(len(slot.parameter.shape) > 1 for slot in bucket.slots)
+        form = form if matrices else "float32"  # vectors are few
+        kind = {"float32": wide, "bfloat16": DTYPES["bfloat16"], "int8": np.dtype(np.uint8)}[form]
+        self.bucket, self.exponents = bucket, None
+        self.moments = [be.zeros((bucket.size,), kind) for _ in range(2)]
+        if form == "int8":
+            self.exponents = [be.zeros((blocks_of(bucket.size),), np.uint8) for _ in range(2)]
+        if bucket.dtype == wide:
+            self.master = bucket.data
+        elif bucket.dtype == DTYPES["bfloat16"]:
+            self.master = be.zeros((bucket.size,), np.int16)
+        else:
+            self.master = bucket.data.astype(wide)
+
+    def update(self, part: slice, *settings) -> None:
+        """One update of these elements. settings: what adamw_step takes after the weights, but for the offset."""
+        bucket = self.bucket
+        weights, gradient = bucket.data[part], bucket.grad[part]
+        master = weights if self.master is bucket.data else self.master[part]
+        moments = [moment[part] for moment in self.moments]
+        if self.exponents is None:
+            bucket.backend.adamw_step(master, *moments, gradient, weights, *settings, part.start)
+        else:
+            blocks = slice(part.start // BLOCK, blocks_of(part.stop))
+            exponents = [array[blocks] for array in self.exponents]
+            bucket.backend.adamw_step_blocks(master, *moments, *exponents, gradient, weights, *settings, part.start)
+
+    def flat(self, kind: str):
+        """An array of the bucket's layout as a checkpoint holds it: the state's own where it is one, else a host copy;
+        None where the weights are the master.
+        """
+        to_numpy, bucket = self.bucket.backend.to_numpy, self.bucket
+        if kind == "master":
+            if self.master.dtype == np.int16:
+                return join_master(to_numpy(bucket.data), to_numpy(self.master))
+            return None if self.master is bucket.data else self.master
+        index = KINDS.index(kind)
+        if self.exponents is None:
+            return self.moments[index]
+        codes, exponents = to_numpy(self.moments[index]), to_numpy(self.exponents[index])
+        return decode_blocks(codes, exponents, kind == "exp_avg").astype(DTYPES["bfloat16"])  # exact
+
+    def load(self, kind: str, found: list[tuple[Slot, slice, Any]]) -> None:
+        """Take back what flat() gave, in any form: (slot, rows of its parameter, host or device array) of each part."""
+        be, index = self.bucket.backend, KINDS.index(kind)
+        if kind != "master" and self.exponents is not None:
+            flat = np.zeros((self.bucket.size,), np.float32)
+            for slot, rows, array in found:
+                slot.view(flat)[rows] = be.to_numpy(array)
+            codes, exponents = encode_blocks(flat, kind == "exp_avg")
+            self.moments[index][...], self.exponents[index][...] = be.array(codes), be.array(exponents)
+            return
+        for slot, rows, array in found:
+            if kind == "master" and self.master.dtype == np.int16:
+                weights, remainder = split_master(be.to_numpy(array).astype(np.float32, copy=False))
+                slot.view(self.bucket.data)[rows], slot.view(self.master)[rows] = be.array(weights), be.array(remainder)
+            else:
+                own = self.master if kind == "master" else self.moments[index]
+                slot.view(own)[rows] = be.array(array, own.dtype)
 
 
 class AdamW:
-    """AdamW on float32 master weights (the weights themselves if they are float32 or float64), moments of that dtype.
+    """AdamW on float32 master weights (the weights themselves if they are float32 or float64), moments of that dtype
+    unless state_form says less: "bfloat16" or "int8" (backend/states.py), for matrices; seed keys their rounding.
 
     decay(parameter) says which parameters weight_decay applies to (default: matrices, not norm weights and biases). A
     parameter without a gradient stays as it is, its moments too.
@@ -44,10 +112,15 @@ class AdamW:
         weight_decay: float = 0.0,
         max_grad_norm: float = 0.0,
         decay: Callable[[Parameter], bool] | None = None,
+        state_form: str = "float32",
+        seed: int = 0,
     ):
         self.store = store
         self.lr, self.betas, self.eps, self.max_grad_norm = lr, betas, eps, max_grad_norm
         self.weight_decay = weight_decay
+        if state_form not in MOMENT_BYTES:
+            raise ValueError(f"optimizer_state {state_form!r} is not known: choose {', '.join(MOMENT_BYTES)}")
+        self.state_form, self.seed = state_form, seed
         self._decays = decay or (lambda parameter: len(parameter.shape) > 1)
         self.step_count = 0  # updates that were applied
         self.skipped = 0  # updates that were not, because the gradient was not finite
@@ -65,10 +138,7 @@ class AdamW:
 
     def _state(self, bucket: Bucket) -> _State:
         if bucket not in self._states:
-            be, wide = self.store.backend, self.store.backend.accumulator(bucket.dtype)
-            moments = be.zeros((bucket.size,), wide), be.zeros((bucket.size,), wide)
-            master = bucket.data if bucket.dtype == wide else bucket.data.astype(wide)
-            self._states[bucket] = _State(*moments, master)
+            self._states[bucket] = _State(bucket, self.state_form)
         return self._states[bucket]
 
     @property
@@ -112,22 +182,17 @@ class AdamW:
 
     def _update(self, lr: float, grad_scale: float):
         self.step_count += 1
-        for bucket in self.store.buckets:
+        for index, bucket in enumerate(self.store.buckets):
             for decays, part in bucket.runs(self._decays):
-                state = self._state(bucket)
-                weights = bucket.data[part]
-                self.store.backend.adamw_step(
-                    weights if state.master is bucket.data else state.master[part],
-                    state.exp_avg[part],
-                    state.exp_avg_sq[part],
-                    bucket.grad[part],
-                    weights,
+                self._state(bucket).update(
+                    part,
                     lr,
                     *self.betas,
                     self.eps,
                     self.weight_decay if decays else 0.0,
                     self.step_count,
                     grad_scale,
+                    (self.seed + index * BUCKET_KEY) % 2**64,
                 )
 
     def _adapt_loss_scale(self, finite: bool):
@@ -142,53 +207,64 @@ class AdamW:
     # ---- checkpoints ----
 
     def state_dict(self) -> dict[str, Any]:
-        """name -> array: for each trained part its moments and, where the weights are half-precision, its master
-        weights, in the part's shape (views, free of the store's layout); and the counters as one host array.
+        """name -> array: for each trained part its moments and, where the weights are half-precision, its float32
+        master weights, in the part's shape, free of the store's layout; and the counters as one host array.
+
+        What the optimizer holds in this form is a view; what it holds in another (remainders, codes) is a host copy.
         """
         counters = [self.step_count, self.skipped, self._finite_in_a_row, self.loss_scale]
-        return {COUNTERS: np.array(counters, np.float64)} | self._arrays()
+        arrays: dict[str, Any] = {COUNTERS: np.array(counters, np.float64)}
+        for kind in KINDS:
+            flats = {bucket: self._state(bucket).flat(kind) for bucket in self._trained_buckets()}
+            views = self.store.part_views(flats.get)
+            arrays |= {f"{name}.{kind}": view for name, view in views.items() if self._is_trained(name)}
+        return arrays
 
-    def _arrays(self) -> dict[str, Any]:
-        """Part name and kind of state -> the view."""
-        trained = {parameter.slot.bucket for parameter in self.parameters}
-        found = {}
-        for kind in ("exp_avg", "exp_avg_sq", "master"):
+    def _trained_buckets(self) -> list[Bucket]:
+        return list(dict.fromkeys(parameter.slot.bucket for parameter in self.parameters))
 
-            def flat(bucket, kind=kind):
-                if bucket not in trained or (kind == "master" and self._state(bucket).master is bucket.data):
-                    return None
-                return getattr(self._state(bucket), kind)
-
-            for name, view in self.store.part_views(flat).items():
-                if self.store.parts[name][0].requires_grad:
-                    found[f"{name}.{kind}"] = view
-        return found
+    def _is_trained(self, part: str) -> bool:
+        return self.store.parts[part][0].requires_grad
 
     def load_state_dict(self, state: dict[str, Any]):
         """Take back what state_dict() gave, host arrays included; ValueError for a missing or wrongly shaped one.
 
-        Older checkpoints hold whole parameters (layers.0.self_attn.qkv_proj.weight.exp_avg); they are read too.
+        Moments of another form are converted: to bfloat16 and to codes they are rounded to the nearest. With
+        bfloat16 weights the master sets the weights too. Older checkpoints hold whole parameters
+        (layers.0.self_attn.qkv_proj.weight.exp_avg); they are read too.
         """
-        state, own = self._by_part(state), self._arrays()
+        state, own = self._by_part(state), self._places()
         missing, foreign = sorted((own.keys() | {COUNTERS}) - state.keys()), sorted(state.keys() - own.keys())
         foreign = [name for name in foreign if name != COUNTERS]
         if missing or foreign:
             raise ValueError(
                 f"optimizer state does not fit this model: missing {missing[:3]}, unexpected {foreign[:3]}"
             )
-        for name, array in own.items():
-            _check_shape(name, state[name], array.shape)
-        for name, array in own.items():
-            array[...] = self.store.backend.array(state[name], array.dtype)
+        groups: dict[tuple[Bucket, str], list] = {}
+        for name, (slot, rows, kind) in own.items():
+            _check_shape(name, state[name], slot.parameter.data[rows].shape)
+            groups.setdefault((slot.bucket, kind), []).append((slot, rows, state[name]))
+        for (bucket, kind), found in groups.items():
+            self._state(bucket).load(kind, found)
         counters = np.asarray(state[COUNTERS])
         self.step_count, self.skipped, self._finite_in_a_row = (int(count) for count in counters[:3])
         self.loss_scale = float(counters[3])
+
+    def _places(self) -> dict[str, tuple[Slot, slice, str]]:
+        """Name in state_dict() -> (slot, rows of its parameter, kind)."""
+        found = {}
+        for name, (parameter, rows) in self.store.parts.items():
+            if parameter.requires_grad:
+                slot = parameter.slot
+                kinds = KINDS[:2] if self._state(slot.bucket).master is slot.bucket.data else KINDS
+                found |= {f"{name}.{kind}": (slot, rows, kind) for kind in kinds}
+        return found
 
     def _by_part(self, state: dict[str, Any]) -> dict[str, Any]:
         """The state with arrays of whole parameters cut into parts."""
         cut = dict(state)
         for part, (parameter, rows) in self.store.parts.items():
-            for kind in ("exp_avg", "exp_avg_sq", "master"):
+            for kind in KINDS:
                 whole = f"{parameter.name}.{kind}"
                 if part != parameter.name and whole in state:
                     _check_shape(whole, state[whole], parameter.shape)

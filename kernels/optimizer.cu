@@ -1,6 +1,6 @@
 // AdamW in place on n elements, the rounding of weights, and sums of squares.
-//   adamw_step: m, v and grad are float32. The weights are float32 (master alone), float32 with param = master rounded to
-//     SCALAR, or param = bf16 with its remainder, which together are the float32 master. Four elements a thread.
+//   adamw_step: m, v and grad are float32. The weights are float32 (master alone), float32 with param = master rounded
+//     to SCALAR, or param = bf16 with its remainder, which together are the float32 master. Four elements a thread.
 //   adamw_step_bf16: m and v in bf16, rounded stochastically. Four elements a thread.
 //   adamw_step_blocks: m and v as codes of 8 bits; a warp does a block of STATE_BLOCK codes that share an exponent.
 //   store_weights: param = values rounded as a master is. Four elements a thread.
@@ -223,8 +223,8 @@ adamw_step_bf16(float* master, short* remainder, SCALAR* param, __nv_bfloat16* m
     store_part(v, lean_square, first, n, whole);
 }
 
-// Codes of 8 bits below the exponent of a block: a float of EXPONENTS bits of exponent and 3 of fraction, with a sign in
-// bit 7 where EXPONENTS is 4.
+// Codes of 8 bits below the exponent of a block: a float with EXPONENTS bits of exponent and 3 of fraction; where it is
+// 4, bit 7 is the sign.
 template <int EXPONENTS> struct Codes {
     static constexpr bool SIGNED = EXPONENTS == 4;
     static constexpr int SPAN = (1 << EXPONENTS) - 2, LARGEST = (8 << EXPONENTS) - 1, LOWEST_EXPONENT = 34;

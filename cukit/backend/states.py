@@ -5,9 +5,9 @@ float32's bits come back exactly. Only beyond ±MASTER_LIMIT the remainder has n
 
 Moments of 8 bits: BLOCK numbers share an exponent, that of the largest. A number is a float of its own below it, with
 3 fraction bits: the first moment has a sign and 4 exponent bits, the second has 5 exponent bits. So small numbers of a
-block keep their relative precision over 5 decades of the gradient (dynamic quantisation, Dettmers et al. 2022; theirs is
-a table of decimal exponents, ours needs bit operations alone, so that both shelves have the same bits). Codes of one
-spacing would make 0 of what is 256 times smaller than the largest; the square of a gradient is soon that, and the
+block keep their relative precision over 5 decades of the gradient (dynamic quantisation, Dettmers et al. 2022; theirs
+is a table of decimal exponents, ours needs bit operations alone, so that both shelves have the same bits). Codes of one
+spacing would make 0 of what is 512 times smaller than the largest; the square of a gradient is soon that, and the
 update divides by its root. A second moment above 0 therefore never becomes 0: it becomes the smallest code at least.
 Every value of a code is a bfloat16, which is what a checkpoint holds.
 
@@ -19,6 +19,8 @@ import ml_dtypes
 import numpy as np
 
 BLOCK = 256  # numbers that share an exponent; STATE_BLOCK of kernels/optimizer.cu
+# Form of the moments of matrices -> bytes of both for one parameter
+MOMENT_BYTES = {"float32": 8, "bfloat16": 4, "int8": 2 + 2 / BLOCK}
 MASTER_LIMIT = np.uint32(0x7F7F7FFF)  # the bits of 3.3961e38
 NEAREST = 0x8000  # the noise that rounds to the nearest code, halves up
 LOWEST_EXPONENT = 34  # so that no code is below float32's normal numbers

@@ -39,8 +39,8 @@ class ModelUse:
     head: bool = True
     adapter_parameters: int = 0
     gradient_bytes: int = 4  # of one number; likewise the next two. 0: there is none
-    master_bytes: int = 4  # a float32 weight is its own master
-    moment_bytes: int = 8
+    master_bytes: int | None = None  # None: 2 beside bfloat16 (the remainder), 4 beside float16; float32 is its own
+    moment_bytes: float = 8  # of both
 
 
 @dataclass(frozen=True)
@@ -84,9 +84,10 @@ def lasting_items(uses, backend, ranks) -> list[Item]:
         items.append(Item(f"{use.name}: weights in {dtype.name}", weight_bytes(use, backend)))
         if use.trained:
             numbers, wide = -(-_trained_numbers(use) // ranks), dtype.itemsize // 4 or 1
-            masters = 0 if dtype.itemsize >= 4 else numbers * use.master_bytes
+            master = use.master_bytes if use.master_bytes is not None else 2 if dtype.name == "bfloat16" else 4
+            masters = 0 if dtype.itemsize >= 4 else numbers * master
             items.append(Item(f"{use.name}: master weights", masters))
-            items.append(Item(f"{use.name}: AdamW's moments", numbers * use.moment_bytes * wide))
+            items.append(Item(f"{use.name}: AdamW's moments", math.ceil(numbers * use.moment_bytes) * wide))
     return items
 
 

@@ -40,6 +40,8 @@ def make_optimizer(model: Decoder | ValueHead, args) -> AdamW:
         args.adam_epsilon,
         args.weight_decay,
         args.max_grad_norm,
+        state_form=args.optimizer_state,
+        seed=args.seed,
     )
 
 

@@ -12,12 +12,14 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
 import numpy as np
 
 from ..autograd import Tensor
+from ..backend.states import MOMENT_BYTES
 from ..datasets.columns import dataset_rows
 from ..datasets.sampler import EpochSampler
 from ..engine.config import EngineConfig
@@ -166,8 +168,9 @@ class Trainer(ABC):
         policy = self.model
         loaded, head = isinstance(policy, Decoder), policy.config.head == "lm_head"
         trained = ModelUse(POLICY, policy.config, policy.dtype, trained=True, loaded=loaded, head=head)
+        moments = MOMENT_BYTES[self.args.optimizer_state]
         return plan_memory(
-            [trained, *more],
+            [replace(use, moment_bytes=moments) if use.trained else use for use in (trained, *more)],
             engine,
             self.model.backend,
             max_tokens_per_batch=most,
