@@ -5,7 +5,8 @@ learning-rate schedules.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -20,84 +21,105 @@ MAX_LOSS_SCALE = 2.0**24
 COUNTERS = "optimizer.counters"
 BUCKET_KEY = 0x9E3779B97F4A7C15  # the seeds of two buckets lie this far apart
 
-
 KINDS = ("exp_avg", "exp_avg_sq", "master")
 
 
 class _State:
-    """What AdamW keeps of a bucket, arrays of its layout.
+    """What AdamW keeps of a bucket: arrays of its layout.
 
-    master: the bucket's own array if it is wide enough; of bfloat16 weights the int16 remainders, which with the
-    weights are the float32 masters; of float16 the float32 masters. moments: two arrays in float32 or better or in
-    bfloat16; of int8 codes (uint8), and `exponents` are those of their blocks.
+    exp_avg, exp_avg_sq: in float32 or better, in bfloat16, or as codes (uint8); then NAME.exponents are those of their
+    blocks. master: none if the weights are wide enough; of bfloat16 weights the int16 remainders, which with the
+    weights are the float32 masters; of float16 the float32 masters.
+
+    offload: the arrays lie in the host's memory, and on the device only while the bucket is updated.
     """
 
-    def __init__(self, bucket: Bucket, form: str):
+    def __init__(self, bucket: Bucket, form: str, offload: bool):
         be, wide = bucket.backend, bucket.backend.accumulator(bucket.dtype)
         matrices = any(len(slot.parameter.shape) > 1 for slot in bucket.slots)
         form = form if matrices else "float32"  # vectors are few
         kind = {"float32": wide, "bfloat16": DTYPES["bfloat16"], "int8": np.dtype(np.uint8)}[form]
-        self.bucket, self.exponents = bucket, None
-        self.moments = [be.zeros((bucket.size,), kind) for _ in range(2)]
+        wanted = {"exp_avg": (bucket.size, kind), "exp_avg_sq": (bucket.size, kind)}
         if form == "int8":
-            self.exponents = [be.zeros((blocks_of(bucket.size),), np.uint8) for _ in range(2)]
-        if bucket.dtype == wide:
-            self.master = bucket.data
-        elif bucket.dtype == DTYPES["bfloat16"]:
-            self.master = be.zeros((bucket.size,), np.int16)
-        else:
-            self.master = bucket.data.astype(wide)
+            blocks = blocks_of(bucket.size), np.dtype(np.uint8)
+            wanted |= {"exp_avg.exponents": blocks, "exp_avg_sq.exponents": blocks}
+        remainder = bucket.dtype == DTYPES["bfloat16"]
+        if bucket.dtype != wide:
+            wanted["master"] = bucket.size, np.dtype(np.int16) if remainder else wide
+        self.bucket, self.offload = bucket, offload
+        self.arrays: dict[str, Any] = {}
+        for name, (size, dtype) in wanted.items():
+            on_host = offload and be.host_buffer(size * dtype.itemsize).view(dtype)
+            self.arrays[name] = on_host if offload else be.zeros((size,), dtype)
+        if "master" in wanted and not remainder:
+            self.arrays["master"][...] = self._like(bucket.data, wide)
 
-    def update(self, part: slice, *settings) -> None:
-        """One update of these elements. settings: what adamw_step takes after the weights, but for the offset."""
-        bucket = self.bucket
+    def _like(self, array, dtype):
+        """A copy of an array of host or device, where the state's own arrays are."""
+        be = self.bucket.backend
+        return be.to_numpy(array).astype(dtype) if self.offload else be.array(array, dtype)
+
+    @contextmanager
+    def on_device(self) -> Iterator[dict[str, Any]]:
+        """The arrays where the bucket is, to be updated in place."""
+        be, found = self.bucket.backend, self.arrays
+        if self.offload:
+            found = {name: be.empty(array.shape, array.dtype) for name, array in self.arrays.items()}
+            for name, array in self.arrays.items():
+                be.upload(found[name], array)
+        yield found
+        if self.offload:
+            for name, array in self.arrays.items():
+                be.download(array, found[name])
+
+    def update(self, arrays: dict[str, Any], part: slice, *settings) -> None:
+        """One update of these elements. arrays: on_device()'s. settings: what adamw_step takes after the weights, but
+        for the offset.
+        """
+        bucket, blocks = self.bucket, slice(part.start // BLOCK, blocks_of(part.stop))
         weights, gradient = bucket.data[part], bucket.grad[part]
-        master = weights if self.master is bucket.data else self.master[part]
-        moments = [moment[part] for moment in self.moments]
-        if self.exponents is None:
-            bucket.backend.adamw_step(master, *moments, gradient, weights, *settings, part.start)
-        else:
-            blocks = slice(part.start // BLOCK, blocks_of(part.stop))
-            exponents = [array[blocks] for array in self.exponents]
-            bucket.backend.adamw_step_blocks(master, *moments, *exponents, gradient, weights, *settings, part.start)
+        own = {name: array[blocks if name.endswith("exponents") else part] for name, array in arrays.items()}
+        master = own.pop("master", weights)
+        step = bucket.backend.adamw_step if len(own) == 2 else bucket.backend.adamw_step_blocks
+        step(master, *own.values(), gradient, weights, *settings, part.start)
 
     def flat(self, kind: str):
         """An array of the bucket's layout as a checkpoint holds it: the state's own where it is one, else a host copy;
         None where the weights are the master.
         """
-        to_numpy, bucket = self.bucket.backend.to_numpy, self.bucket
-        if kind == "master":
-            if self.master.dtype == np.int16:
-                return join_master(to_numpy(bucket.data), to_numpy(self.master))
-            return None if self.master is bucket.data else self.master
-        index = KINDS.index(kind)
-        if self.exponents is None:
-            return self.moments[index]
-        codes, exponents = to_numpy(self.moments[index]), to_numpy(self.exponents[index])
-        return decode_blocks(codes, exponents, kind == "exp_avg").astype(DTYPES["bfloat16"])  # exact
+        be, array, exponents = self.bucket.backend, self.arrays.get(kind), self.arrays.get(f"{kind}.exponents")
+        if self.offload:
+            be.synchronize()  # the last update's copies to the host
+        if exponents is not None:
+            values = decode_blocks(be.to_numpy(array), be.to_numpy(exponents), kind == "exp_avg")
+            return values.astype(DTYPES["bfloat16"])  # exact
+        if array is not None and array.dtype == np.int16:
+            return join_master(be.to_numpy(self.bucket.data), be.to_numpy(array))
+        return array
 
     def load(self, kind: str, found: list[tuple[Slot, slice, Any]]) -> None:
         """Take back what flat() gave, in any form: (slot, rows of its parameter, host or device array) of each part."""
-        be, index = self.bucket.backend, KINDS.index(kind)
-        if kind != "master" and self.exponents is not None:
+        be, own = self.bucket.backend, self.arrays[kind]
+        be.synchronize()
+        if f"{kind}.exponents" in self.arrays:
             flat = np.zeros((self.bucket.size,), np.float32)
             for slot, rows, array in found:
                 slot.view(flat)[rows] = be.to_numpy(array)
-            codes, exponents = encode_blocks(flat, kind == "exp_avg")
-            self.moments[index][...], self.exponents[index][...] = be.array(codes), be.array(exponents)
+            for name, array in zip((kind, f"{kind}.exponents"), encode_blocks(flat, kind == "exp_avg")):
+                self.arrays[name][...] = self._like(array, np.uint8)
             return
         for slot, rows, array in found:
-            if kind == "master" and self.master.dtype == np.int16:
-                weights, remainder = split_master(be.to_numpy(array).astype(np.float32, copy=False))
-                slot.view(self.bucket.data)[rows], slot.view(self.master)[rows] = be.array(weights), be.array(remainder)
-            else:
-                own = self.master if kind == "master" else self.moments[index]
-                slot.view(own)[rows] = be.array(array, own.dtype)
+            if own.dtype == np.int16:
+                weights, array = split_master(be.to_numpy(array).astype(np.float32, copy=False))
+                slot.view(self.bucket.data)[rows] = be.array(weights)
+            slot.view(own)[rows] = self._like(array, own.dtype)
 
 
 class AdamW:
     """AdamW on float32 master weights (the weights themselves if they are float32 or float64), moments of that dtype
     unless state_form says less: "bfloat16" or "int8" (backend/states.py), for matrices; seed keys their rounding.
+
+    offload: the states lie in the host's memory, and a bucket's are on the device while it is updated.
 
     decay(parameter) says which parameters weight_decay applies to (default: matrices, not norm weights and biases). A
     parameter without a gradient stays as it is, its moments too.
@@ -114,13 +136,14 @@ class AdamW:
         decay: Callable[[Parameter], bool] | None = None,
         state_form: str = "float32",
         seed: int = 0,
+        offload: bool = False,
     ):
         self.store = store
         self.lr, self.betas, self.eps, self.max_grad_norm = lr, betas, eps, max_grad_norm
         self.weight_decay = weight_decay
         if state_form not in MOMENT_BYTES:
             raise ValueError(f"optimizer_state {state_form!r} is not known: choose {', '.join(MOMENT_BYTES)}")
-        self.state_form, self.seed = state_form, seed
+        self.state_form, self.seed, self.offload = state_form, seed, offload
         self._decays = decay or (lambda parameter: len(parameter.shape) > 1)
         self.step_count = 0  # updates that were applied
         self.skipped = 0  # updates that were not, because the gradient was not finite
@@ -138,7 +161,7 @@ class AdamW:
 
     def _state(self, bucket: Bucket) -> _State:
         if bucket not in self._states:
-            self._states[bucket] = _State(bucket, self.state_form)
+            self._states[bucket] = _State(bucket, self.state_form, self.offload)
         return self._states[bucket]
 
     @property
@@ -183,17 +206,14 @@ class AdamW:
     def _update(self, lr: float, grad_scale: float):
         self.step_count += 1
         for index, bucket in enumerate(self.store.buckets):
-            for decays, part in bucket.runs(self._decays):
-                self._state(bucket).update(
-                    part,
-                    lr,
-                    *self.betas,
-                    self.eps,
-                    self.weight_decay if decays else 0.0,
-                    self.step_count,
-                    grad_scale,
-                    (self.seed + index * BUCKET_KEY) % 2**64,
-                )
+            if not (runs := bucket.runs(self._decays)):
+                continue
+            key, state = (self.seed + index * BUCKET_KEY) % 2**64, self._state(bucket)
+            with state.on_device() as arrays:
+                for decays, part in runs:
+                    decay = self.weight_decay if decays else 0.0
+                    settings = lr, *self.betas, self.eps, decay, self.step_count, grad_scale, key
+                    state.update(arrays, part, *settings)
 
     def _adapt_loss_scale(self, finite: bool):
         if not self._dynamic_scale:
@@ -256,7 +276,7 @@ class AdamW:
         for name, (parameter, rows) in self.store.parts.items():
             if parameter.requires_grad:
                 slot = parameter.slot
-                kinds = KINDS[:2] if self._state(slot.bucket).master is slot.bucket.data else KINDS
+                kinds = self._state(slot.bucket).arrays.keys() & set(KINDS)
                 found |= {f"{name}.{kind}": (slot, rows, kind) for kind in kinds}
         return found
 

@@ -41,6 +41,7 @@ class ModelUse:
     gradient_bytes: int = 4  # of one number; likewise the next two. 0: there is none
     master_bytes: int | None = None  # None: 2 beside bfloat16 (the remainder), 4 beside float16; float32 is its own
     moment_bytes: float = 8  # of both
+    offloaded: bool = False  # master and moments lie on the host but for those of the layer that is updated
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,15 @@ def _trained_numbers(use: ModelUse) -> int:
     return use.adapter_parameters or sum(parameter_counts(use.config, use.head))
 
 
+def _largest_bucket(use: ModelUse) -> int:
+    """Numbers of the layer or vocabulary that has most; an adapter is taken as one."""
+    config = use.config
+    if use.adapter_parameters:
+        return use.adapter_parameters
+    layer = Layer(config, backend_for("cpu"), "float16", 0).parameters()
+    return max(sum(math.prod(x.shape) for x in layer), config.vocab_size * config.hidden_size)
+
+
 def lasting_items(uses, backend, ranks) -> list[Item]:
     items = []
     for use in uses:
@@ -88,6 +98,12 @@ def lasting_items(uses, backend, ranks) -> list[Item]:
             masters = 0 if dtype.itemsize >= 4 else numbers * master
             items.append(Item(f"{use.name}: master weights", masters))
             items.append(Item(f"{use.name}: AdamW's moments", math.ceil(numbers * use.moment_bytes) * wide))
+            if use.offloaded:
+                share = _largest_bucket(use) / _trained_numbers(use)
+                here = math.ceil(sum(item.nbytes for item in items[-2:]) * share)
+                items[-2:] = [
+                    Item(f"{use.name}: master weights and moments of one layer, from the host", here, "training")
+                ]
     return items
 
 

@@ -68,6 +68,11 @@ class TrainerConfig(Options):
         OPTIMIZER_STATES,
         "device and memory",
     )
+    offload_optimizer: bool = option(
+        False,
+        "keep AdamW's moments and master weights in the host's memory, a layer's on the GPU while it is updated",
+        group="device and memory",
+    )
     seed: int = option(42, "seed of initial weights, data order and sampling")
     learning_rate: float = option(5e-5, "peak learning rate of AdamW")
     lr_scheduler_type: str = option("linear", "learning rate after the warm-up", SCHEDULES)

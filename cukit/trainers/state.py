@@ -7,6 +7,7 @@ another model begin with NAME/, those of the method (a half-used generation) wit
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +15,9 @@ from ..models.decoder import Decoder
 from ..models.value_head import ValueHead
 from ..models.weights import load_model
 from ..optim import AdamW
+from ..options import say_once
 
+logger = logging.getLogger(__name__)
 POLICY, METHOD = "policy", "method."
 
 
@@ -33,6 +36,9 @@ class TrainedModel:
 
 def make_optimizer(model: Decoder | ValueHead, args) -> AdamW:
     """The AdamW of a model as the options say."""
+    on_host = model.store.backend.name == "cpu"
+    if args.offload_optimizer and on_host:
+        say_once(logger, "offload_optimizer changes nothing on a CPU, where all memory is the host's")
     return AdamW(
         model.store,
         args.learning_rate,
@@ -42,6 +48,7 @@ def make_optimizer(model: Decoder | ValueHead, args) -> AdamW:
         args.max_grad_norm,
         state_form=args.optimizer_state,
         seed=args.seed,
+        offload=args.offload_optimizer and not on_host,
     )
 
 

@@ -168,9 +168,10 @@ class Trainer(ABC):
         policy = self.model
         loaded, head = isinstance(policy, Decoder), policy.config.head == "lm_head"
         trained = ModelUse(POLICY, policy.config, policy.dtype, trained=True, loaded=loaded, head=head)
-        moments = MOMENT_BYTES[self.args.optimizer_state]
+        offloaded = self.args.offload_optimizer and policy.backend.name == "cuda"
+        states: dict[str, Any] = {"moment_bytes": MOMENT_BYTES[self.args.optimizer_state], "offloaded": offloaded}
         return plan_memory(
-            [replace(use, moment_bytes=moments) if use.trained else use for use in (trained, *more)],
+            [replace(use, **states) if use.trained else use for use in (trained, *more)],
             engine,
             self.model.backend,
             max_tokens_per_batch=most,

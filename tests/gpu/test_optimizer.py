@@ -231,21 +231,22 @@ def test_sums_of_what_is_not_finite_or_not_there():
 @pytest.mark.parametrize("name", ["qwen3_tiny", "qwen2_tiny"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("form", LEAN)
-def test_an_optimizer_step_over_a_store(name, dtype, form):
-    """Buckets of several dtypes, one of them partly frozen: NumPy's bits, given its norm."""
-    steps = [_one_step(device, name, dtype, form) for device in ("cpu", "cuda")]
+@pytest.mark.parametrize("offload", [False, True])
+def test_an_optimizer_step_over_a_store(name, dtype, form, offload):
+    """Buckets of several dtypes, one of them partly frozen: NumPy's bits, given its norm. Offloaded or not."""
+    steps = [_one_step("cpu", name, dtype, form), _one_step("cuda", name, dtype, form, offload)]
     np.testing.assert_allclose(steps[0][0], steps[1][0], rtol=1e-12)
     assert steps[0][1].keys() == steps[1][1].keys()
     for key, expected in steps[0][1].items():
         np.testing.assert_array_equal(steps[1][1][key], expected, err_msg=key)
 
 
-def _one_step(device, name, dtype, form):
+def _one_step(device, name, dtype, form, offload=False):
     model = load_model(Path(__file__).parents[1] / "golden" / name, device=device, dtype=dtype)
     model.layers[0].post_attention_layernorm.weight.requires_grad = False
     be = model.backend
     # no clipping: the norm's last digit would be in every bit
-    optimizer = AdamW(model.store, 1e-3, weight_decay=0.1, state_form=form, seed=3)
+    optimizer = AdamW(model.store, 1e-3, weight_decay=0.1, state_form=form, seed=3, offload=offload)
     for step in range(2):
         for index, parameter in enumerate(model.parameters()):
             if (buffer := parameter.grad_buffer()) is not None:
@@ -257,6 +258,42 @@ def _one_step(device, name, dtype, form):
     found = model.parts() | optimizer.state_dict()
     assert all(be.to_numpy(found[key]).tobytes() == value.tobytes() for key, value in state.items())
     return norm, {key: be.to_numpy(value) for key, value in found.items()}
+
+
+def test_an_array_goes_to_the_host_and_back():
+    """The device's copy may be freed at once; what is uploaded later from the same buffer comes after the download."""
+    cuda = backend_for("cuda")
+    host = cuda.host_buffer(4_000_000).view(np.float32)
+    for value in range(20):
+        array = cuda.zeros((1_000_000,), np.float32) + value
+        cuda.download(host, array)
+        del array
+        other = cuda.zeros((1_000_000,), np.float32) - 1  # takes the freed memory
+        back = cuda.empty((1_000_000,), np.float32)
+        cuda.upload(back, host)
+        del other
+        assert (cuda.to_numpy(back) == value).all() and (host == value).all()
+    with pytest.raises(MemoryError, match="no page-locked memory"):
+        cuda.host_buffer(2**50)
+
+
+def test_offloaded_states_leave_the_device():
+    """Between updates the pool holds weights alone, and no more at an update than one bucket's states beside them."""
+    import cupy
+
+    cuda = backend_for("cuda")
+    held = {}
+    for offload in (False, True):
+        model = load_model(Path(__file__).parents[1] / "golden/qwen3_tiny", device="cuda", dtype="bfloat16")
+        cuda.synchronize()
+        before = cupy.get_default_memory_pool().used_bytes()
+        optimizer = AdamW(model.store, 1e-3, offload=offload)
+        for parameter in model.parameters():
+            parameter.grad_buffer()[...] = 1
+        optimizer.step()
+        held[offload] = cupy.get_default_memory_pool().used_bytes() - before
+        del model, optimizer
+    assert held[False] > 0 and held[True] <= 4096
 
 
 def test_weights_are_drawn_and_copied_on_the_device():
