@@ -3,7 +3,6 @@ the driver for memory.
 """
 
 import cupy as cp
-import cupyx
 import numpy as np
 
 from ..dtypes import accumulator as accumulator
@@ -45,9 +44,12 @@ def host_buffer(nbytes: int):
     MemoryError where the system gives no such memory.
     """
     try:
-        return cupyx.zeros_pinned(nbytes, np.uint8)
+        memory = cp.cuda.PinnedMemory(nbytes)  # CuPy's pool would take the next power of two
     except cp.cuda.runtime.CUDARuntimeError as error:
         raise MemoryError(f"the system gives no page-locked memory of {nbytes} bytes: {error}") from None
+    buffer = np.frombuffer(cp.cuda.PinnedMemoryPointer(memory, 0), np.uint8, nbytes)
+    buffer[...] = 0
+    return buffer
 
 
 def upload(target, host):
