@@ -214,6 +214,7 @@ class AdamW:
                     decay = self.weight_decay if decays else 0.0
                     settings = lr, *self.betas, self.eps, decay, self.step_count, grad_scale, key
                     state.update(arrays, part, *settings)
+            del arrays  # before the next layer's come
 
     def _adapt_loss_scale(self, finite: bool):
         if not self._dynamic_scale:

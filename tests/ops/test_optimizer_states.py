@@ -190,6 +190,22 @@ def test_seed_and_bucket_choose_the_noise(form):
     assert equal[0].tobytes() != equal[1].tobytes()
 
 
+@pytest.mark.parametrize("form", ["bfloat16", "int8"])
+def test_noise_goes_by_the_place_in_the_layer(form):
+    """Updated alone or in one launch with its neighbour, a matrix gets the same bits."""
+    both, alone = (optimizer(BF16, form, max_grad_norm=0.0) for _ in range(2))
+    for one in (both, alone):
+        for step in range(3):
+            for name, parameter in zip(SHAPES, one.parameters):
+                if one is both or name == "layers.0.other":
+                    parameter.grad_buffer()[...] = np.random.default_rng(step).normal(size=parameter.shape)
+            one.step()
+    states_of = [one.state_dict() for one in (both, alone)]
+    for kind in ("exp_avg", "exp_avg_sq", "master"):
+        first, second = (state[f"layers.0.other.{kind}"] for state in states_of)
+        assert first.any() and first.tobytes() == second.tobytes(), kind
+
+
 # ---- codes of 8 bits ----
 
 
