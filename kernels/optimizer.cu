@@ -246,7 +246,8 @@ template <int EXPONENTS> struct Codes {
 
     static __device__ __forceinline__ float decode(unsigned char code, int top) {
         const int magnitude = code & LARGEST, field = magnitude >> 3, units = (magnitude & 7) + (field > 0 ? 8 : 0);
-        const int power = max(field, 1) + max(top, LOWEST_EXPONENT) - SPAN - 4;  // biased, of one unit
+        // biased, of one unit; the exponents of a fresh state are 0, as are its codes
+        const int power = max(field, 1) + max(top, LOWEST_EXPONENT) - SPAN - 4;
         const float value = (float)units * __uint_as_float((unsigned)power << 23);
         return SIGNED && code > 127 ? -value : value;
     }

@@ -100,7 +100,7 @@ def encode_blocks(values, signed, noise=NEAREST):
 def decode_blocks(codes, exponents, signed):
     """The float32 values (n,) of codes and exponents."""
     magnitude = (codes & 127 if signed else codes).astype(np.int32)
-    lowest = np.maximum(np.repeat(exponents, BLOCK)[: codes.size].astype(np.int32), LOWEST_EXPONENT) - _span(signed)
+    lowest = np.repeat(exponents, BLOCK)[: codes.size].astype(np.int32) - _span(signed)
     field = magnitude >> FRACTION_BITS
     units = (magnitude & 7) + 8 * (field > 0)
     values = np.ldexp(units.astype(np.float32), np.maximum(field, 1) - 1 + lowest - 130)
