@@ -1,35 +1,125 @@
-"""AdamW over a store of weights: float32 master weights, gradient clipping, loss scaling for float16; learning-rate
-schedules.
+"""AdamW over a store of weights: float32 master weights, lean states, gradient clipping, loss scaling for float16;
+learning-rate schedules.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
 from .autograd import Parameter
-from .models.store import PIECES, Bucket, Store
+from .backend.dtypes import DTYPES
+from .backend.states import BLOCK, MOMENT_BYTES, blocks_of, decode_blocks, encode_blocks, join_master, split_master
+from .models.store import PIECES, Bucket, Slot, Store
 
 GROWTH_INTERVAL = 400  # finite steps after which the loss scale of float16 doubles (Precision-RL's value)
 MAX_LOSS_SCALE = 2.0**24
 COUNTERS = "optimizer.counters"
+BUCKET_KEY = 0x9E3779B97F4A7C15  # the seeds of two buckets lie this far apart
+
+KINDS = ("exp_avg", "exp_avg_sq", "master")
 
 
-@dataclass(slots=True)
 class _State:
-    """What AdamW keeps of a bucket, arrays of its layout; master is the weights themselves if they are wide enough."""
+    """What AdamW keeps of a bucket: arrays of its layout.
 
-    exp_avg: Any
-    exp_avg_sq: Any
-    master: Any
+    exp_avg, exp_avg_sq: in float32 or better, in bfloat16, or as codes (uint8); then NAME.exponents are those of their
+    blocks. master: none if the weights are wide enough; of bfloat16 weights the int16 remainders, which with the
+    weights are the float32 masters; of float16 the float32 masters.
+
+    offload: the arrays lie in the host's memory, and on the device only while the bucket is updated.
+    """
+
+    def __init__(self, bucket: Bucket, form: str, offload: bool):
+        be, wide = bucket.backend, bucket.backend.accumulator(bucket.dtype)
+        matrices = any(len(slot.parameter.shape) > 1 for slot in bucket.slots)
+        form = form if matrices else "float32"  # vectors are few
+        kind = {"float32": wide, "bfloat16": DTYPES["bfloat16"], "int8": np.dtype(np.uint8)}[form]
+        wanted = {"exp_avg": (bucket.size, kind), "exp_avg_sq": (bucket.size, kind)}
+        if form == "int8":
+            blocks = blocks_of(bucket.size), np.dtype(np.uint8)
+            wanted |= {"exp_avg.exponents": blocks, "exp_avg_sq.exponents": blocks}
+        remainder = bucket.dtype == DTYPES["bfloat16"]
+        if bucket.dtype != wide:
+            wanted["master"] = bucket.size, np.dtype(np.int16) if remainder else wide
+        self.bucket, self.offload = bucket, offload
+        self.arrays: dict[str, Any] = {}
+        for name, (size, dtype) in wanted.items():
+            on_host = offload and be.host_buffer(size * dtype.itemsize).view(dtype)
+            self.arrays[name] = on_host if offload else be.zeros((size,), dtype)
+        if "master" in wanted and not remainder:
+            self.arrays["master"][...] = self._like(bucket.data, wide)
+
+    def _like(self, array, dtype):
+        """A copy of an array of host or device, where the state's own arrays are."""
+        be = self.bucket.backend
+        return be.to_numpy(array).astype(dtype) if self.offload else be.array(array, dtype)
+
+    @contextmanager
+    def on_device(self) -> Iterator[dict[str, Any]]:
+        """The arrays where the bucket is, to be updated in place."""
+        be, found = self.bucket.backend, self.arrays
+        if self.offload:
+            found = {name: be.empty(array.shape, array.dtype) for name, array in self.arrays.items()}
+            for name, array in self.arrays.items():
+                be.upload(found[name], array)
+        yield found
+        if self.offload:
+            for name, array in self.arrays.items():
+                be.download(array, found[name])
+
+    def update(self, arrays: dict[str, Any], part: slice, *settings) -> None:
+        """One update of these elements. arrays: on_device()'s. settings: what adamw_step takes after the weights, but
+        for the offset.
+        """
+        bucket, blocks = self.bucket, slice(part.start // BLOCK, blocks_of(part.stop))
+        weights, gradient = bucket.data[part], bucket.grad[part]
+        own = {name: array[blocks if name.endswith("exponents") else part] for name, array in arrays.items()}
+        master = own.pop("master", weights)
+        step = bucket.backend.adamw_step if len(own) == 2 else bucket.backend.adamw_step_blocks
+        step(master, *own.values(), gradient, weights, *settings, part.start)
+
+    def flat(self, kind: str):
+        """An array of the bucket's layout as a checkpoint holds it: the state's own where it is one, else a host copy;
+        None where the weights are the master.
+        """
+        be, array, exponents = self.bucket.backend, self.arrays.get(kind), self.arrays.get(f"{kind}.exponents")
+        if self.offload:
+            be.synchronize()  # the last update's copies to the host
+        if exponents is not None:
+            values = decode_blocks(be.to_numpy(array), be.to_numpy(exponents), kind == "exp_avg")
+            return values.astype(DTYPES["bfloat16"])  # exact
+        if array is not None and array.dtype == np.int16:
+            return join_master(be.to_numpy(self.bucket.data), be.to_numpy(array))
+        return array
+
+    def load(self, kind: str, found: list[tuple[Slot, slice, Any]]) -> None:
+        """Take back what flat() gave, in any form: (slot, rows of its parameter, host or device array) of each part."""
+        be, own = self.bucket.backend, self.arrays[kind]
+        be.synchronize()
+        if f"{kind}.exponents" in self.arrays:
+            flat = np.zeros((self.bucket.size,), np.float32)
+            for slot, rows, array in found:
+                slot.view(flat)[rows] = be.to_numpy(array)
+            for name, array in zip((kind, f"{kind}.exponents"), encode_blocks(flat, kind == "exp_avg")):
+                self.arrays[name][...] = self._like(array, np.uint8)
+            return
+        for slot, rows, array in found:
+            if own.dtype == np.int16:
+                weights, array = split_master(be.to_numpy(array).astype(np.float32, copy=False))
+                slot.view(self.bucket.data)[rows] = be.array(weights)
+            slot.view(own)[rows] = self._like(array, own.dtype)
 
 
 class AdamW:
-    """AdamW on float32 master weights (the weights themselves if they are float32 or float64), moments of that dtype.
+    """AdamW on float32 master weights (the weights themselves if they are float32 or float64), moments of that dtype
+    unless state_form says less: "bfloat16" or "int8" (backend/states.py), for matrices; seed keys their rounding.
+
+    offload: the states lie in the host's memory, and a bucket's are on the device while it is updated.
 
     decay(parameter) says which parameters weight_decay applies to (default: matrices, not norm weights and biases). A
     parameter without a gradient stays as it is, its moments too. scales_loss: move loss_scale (default: if weights are
@@ -46,10 +136,16 @@ class AdamW:
         max_grad_norm: float = 0.0,
         decay: Callable[[Parameter], bool] | None = None,
         scales_loss: bool | None = None,
+        state_form: str = "float32",
+        seed: int = 0,
+        offload: bool = False,
     ):
         self.store = store
         self.lr, self.betas, self.eps, self.max_grad_norm = lr, betas, eps, max_grad_norm
         self.weight_decay = weight_decay
+        if state_form not in MOMENT_BYTES:
+            raise ValueError(f"optimizer_state {state_form!r} is not known: choose {', '.join(MOMENT_BYTES)}")
+        self.state_form, self.seed, self.offload = state_form, seed, offload
         self._decays = decay or (lambda parameter: len(parameter.shape) > 1)
         self.step_count = 0  # updates that were applied
         self.skipped = 0  # updates that were not, because the gradient was not finite
@@ -69,10 +165,7 @@ class AdamW:
 
     def _state(self, bucket: Bucket) -> _State:
         if bucket not in self._states:
-            be, wide = self.store.backend, self.store.backend.accumulator(bucket.dtype)
-            moments = be.zeros((bucket.size,), wide), be.zeros((bucket.size,), wide)
-            master = bucket.data if bucket.dtype == wide else bucket.data.astype(wide)
-            self._states[bucket] = _State(*moments, master)
+            self._states[bucket] = _State(bucket, self.state_form, self.offload)
         return self._states[bucket]
 
     @property
@@ -116,23 +209,16 @@ class AdamW:
 
     def _update(self, lr: float, grad_scale: float):
         self.step_count += 1
-        for bucket in self.store.buckets:
-            for decays, part in bucket.runs(self._decays):
-                state = self._state(bucket)
-                weights = bucket.data[part]
-                self.store.backend.adamw_step(
-                    weights if state.master is bucket.data else state.master[part],
-                    state.exp_avg[part],
-                    state.exp_avg_sq[part],
-                    bucket.grad[part],
-                    weights,
-                    lr,
-                    *self.betas,
-                    self.eps,
-                    self.weight_decay if decays else 0.0,
-                    self.step_count,
-                    grad_scale,
-                )
+        for index, bucket in enumerate(self.store.buckets):
+            if not (runs := bucket.runs(self._decays)):
+                continue
+            key, state = (self.seed + index * BUCKET_KEY) % 2**64, self._state(bucket)
+            with state.on_device() as arrays:
+                for decays, part in runs:
+                    decay = self.weight_decay if decays else 0.0
+                    settings = lr, *self.betas, self.eps, decay, self.step_count, grad_scale, key
+                    state.update(arrays, part, *settings)
+            del arrays  # before the next layer's come
 
     def _adapt_loss_scale(self, finite: bool):
         if not self._dynamic_scale:
@@ -146,53 +232,64 @@ class AdamW:
     # ---- checkpoints ----
 
     def state_dict(self) -> dict[str, Any]:
-        """name -> array: for each trained part its moments and, where the weights are half-precision, its master
-        weights, in the part's shape (views, free of the store's layout); and the counters as one host array.
+        """name -> array: for each trained part its moments and, where the weights are half-precision, its float32
+        master weights, in the part's shape, free of the store's layout; and the counters as one host array.
+
+        What the optimizer holds in this form is a view; what it holds in another (remainders, codes) is a host copy.
         """
         counters = [self.step_count, self.skipped, self._finite_in_a_row, self.loss_scale]
-        return {COUNTERS: np.array(counters, np.float64)} | self._arrays()
+        arrays: dict[str, Any] = {COUNTERS: np.array(counters, np.float64)}
+        for kind in KINDS:
+            flats = {bucket: self._state(bucket).flat(kind) for bucket in self._trained_buckets()}
+            views = self.store.part_views(flats.get)
+            arrays |= {f"{name}.{kind}": view for name, view in views.items() if self._is_trained(name)}
+        return arrays
 
-    def _arrays(self) -> dict[str, Any]:
-        """Part name and kind of state -> the view."""
-        trained = {parameter.slot.bucket for parameter in self.parameters}
-        found = {}
-        for kind in ("exp_avg", "exp_avg_sq", "master"):
+    def _trained_buckets(self) -> list[Bucket]:
+        return list(dict.fromkeys(parameter.slot.bucket for parameter in self.parameters))
 
-            def flat(bucket, kind=kind):
-                if bucket not in trained or (kind == "master" and self._state(bucket).master is bucket.data):
-                    return None
-                return getattr(self._state(bucket), kind)
-
-            for name, view in self.store.part_views(flat).items():
-                if self.store.parts[name][0].requires_grad:
-                    found[f"{name}.{kind}"] = view
-        return found
+    def _is_trained(self, part: str) -> bool:
+        return self.store.parts[part][0].requires_grad
 
     def load_state_dict(self, state: dict[str, Any]):
         """Take back what state_dict() gave, host arrays included; ValueError for a missing or wrongly shaped one.
 
-        Older checkpoints hold whole parameters (layers.0.self_attn.qkv_proj.weight.exp_avg); they are read too.
+        Moments of another form are converted: to bfloat16 and to codes they are rounded to the nearest. With
+        bfloat16 weights the master sets the weights too. Older checkpoints hold whole parameters
+        (layers.0.self_attn.qkv_proj.weight.exp_avg); they are read too.
         """
-        state, own = self._by_part(state), self._arrays()
+        state, own = self._by_part(state), self._places()
         missing, foreign = sorted((own.keys() | {COUNTERS}) - state.keys()), sorted(state.keys() - own.keys())
         foreign = [name for name in foreign if name != COUNTERS]
         if missing or foreign:
             raise ValueError(
                 f"optimizer state does not fit this model: missing {missing[:3]}, unexpected {foreign[:3]}"
             )
-        for name, array in own.items():
-            _check_shape(name, state[name], array.shape)
-        for name, array in own.items():
-            array[...] = self.store.backend.array(state[name], array.dtype)
+        groups: dict[tuple[Bucket, str], list] = {}
+        for name, (slot, rows, kind) in own.items():
+            _check_shape(name, state[name], slot.parameter.data[rows].shape)
+            groups.setdefault((slot.bucket, kind), []).append((slot, rows, state[name]))
+        for (bucket, kind), found in groups.items():
+            self._state(bucket).load(kind, found)
         counters = np.asarray(state[COUNTERS])
         self.step_count, self.skipped, self._finite_in_a_row = (int(count) for count in counters[:3])
         self.loss_scale = float(counters[3])
+
+    def _places(self) -> dict[str, tuple[Slot, slice, str]]:
+        """Name in state_dict() -> (slot, rows of its parameter, kind)."""
+        found = {}
+        for name, (parameter, rows) in self.store.parts.items():
+            if parameter.requires_grad:
+                slot = parameter.slot
+                kinds = self._state(slot.bucket).arrays.keys() & set(KINDS)
+                found |= {f"{name}.{kind}": (slot, rows, kind) for kind in kinds}
+        return found
 
     def _by_part(self, state: dict[str, Any]) -> dict[str, Any]:
         """The state with arrays of whole parameters cut into parts."""
         cut = dict(state)
         for part, (parameter, rows) in self.store.parts.items():
-            for kind in ("exp_avg", "exp_avg_sq", "master"):
+            for kind in KINDS:
                 whole = f"{parameter.name}.{kind}"
                 if part != parameter.name and whole in state:
                     _check_shape(whole, state[whole], parameter.shape)

@@ -29,6 +29,10 @@ def tables() -> str:
     lines = [f"Taken as they are: {', '.join(f'`{name}`' for name in own)}.", ""]
     lines += ["| TRL | here | |", "|---|---|---|"]
     lines += [f"| {shown(row)} | `{row.text}` | {row.note} |" for row in rows_of(TAKEN)]
+    for row in rows_of(NOT_NEEDED):
+        for option, new in dict.fromkeys(tuple(pair) for _, *pair in row.options):
+            values = ", ".join(value for value, *pair in row.options if (option, new) == tuple(pair))
+            lines.append(f"| `{row.name}={values}` | `{option}` | {str(new).lower()} |")
     for kind, title in ((NOT_NEEDED, "not needed, because"), (NOT_YET, "not there yet")):
         reasons: dict[str, list[str]] = {}
         for row in rows_of(kind):

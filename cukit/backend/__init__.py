@@ -51,7 +51,7 @@ CONTRACT = {
     "loss": ("token_logprobs_backward", "token_logprobs_forward"),
     "memory": ("Reservation", "memory_info"),
     "norm": ("add_rms_norm_backward", "add_rms_norm_forward", "rms_norm_backward", "rms_norm_forward"),
-    "optimizer": ("adamw_step", "store_weights", "sum_in_order", "sums_of_squares"),
+    "optimizer": ("adamw_step", "adamw_step_blocks", "store_weights", "sum_in_order", "sums_of_squares"),
     "paged_attention": (
         "copy_blocks",
         "paged_decode_attention",

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
+from ..backend.states import BLOCK
 from ..models.decoder import rope_tables
 from ..models.store import PIECES, padded_size
 from .measure import random_array
@@ -329,29 +331,27 @@ def sampling_cases(b: Workbench) -> Iterator[Case]:
 
 def optimizer_cases(b: Workbench) -> Iterator[Case]:
     weights, layers = b.weights, b.config.num_hidden_layers
-    own = 0 if b.dtype == b.statistics else b.size  # a half-precision parameter is written beside its master
+    # bytes an element of a parameter and its master: both read and written if the master is a remainder
+    own = {"bfloat16": 8, "float16": 10}.get(b.dtype.name, 2 * FLOAT)
     for name in ("gate_up_proj", "lm_head"):
         outs, ins = weights[name]
 
-        def arguments(outs=outs, ins=ins):
-            master = b.random(outs, ins, dtype=b.statistics)
-            param = b.backend.zeros((outs, ins), b.dtype) if own else master
-            return (
-                master,
-                b.zeros(outs, ins),
-                b.zeros(outs, ins),
-                b.random(outs, ins, dtype=b.statistics),
-                param,
-                1e-6,
-                0.9,
-                0.999,
-                1e-8,
-                0.0,
-                1,
-                1.0,
-            )
+        def arguments(outs=outs, ins=ins, moments=None):
+            param, kind = b.random(outs, ins), {"bfloat16": "int16"}.get(b.dtype.name, b.statistics)
+            master = param if b.dtype == b.statistics else b.backend.zeros((outs, ins), kind)
+            moments = [b.zeros(outs, ins) for _ in range(2)] if moments is None else moments(outs * ins)
+            grad = b.random(outs, ins, dtype=b.statistics)
+            return (master, *moments, grad, param, 1e-6, 0.9, 0.999, 1e-8, 0.0, 1, 1.0)
 
-        yield Case("adamw_step", f"{name} {outs} x {ins}", arguments, outs * ins * (7 * FLOAT + own))
+        def lean(dtype, *sizes):
+            return lambda count: [b.backend.zeros((-(-count // size),), dtype) for size in sizes]
+
+        shape, rest = f"{name} {outs} x {ins}", FLOAT + own  # the gradient is read
+        yield Case("adamw_step", shape, arguments, outs * ins * (4 * FLOAT + rest))
+        half, codes = lean("bfloat16", 1, 1), lean("uint8", 1, 1, BLOCK, BLOCK)
+        half, codes = (partial(arguments, moments=moments) for moments in (half, codes))
+        yield Case("adamw_step", f"{shape}, moments in bfloat16", half, outs * ins * (8 + rest))
+        yield Case("adamw_step_blocks", shape, codes, outs * ins * (4 + rest))
     sizes = {name: outs * ins for name, (outs, ins) in weights.items()}
     head = sizes.pop("lm_head")
     buckets = [padded_size(sum(sizes.values()))] * layers + [padded_size(head)] * (2 - b.config.tie_word_embeddings)

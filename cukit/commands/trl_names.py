@@ -64,6 +64,8 @@ def translated(given: Mapping[str, Any], known: Iterable[str], where: str = "", 
             found.unknown.append(name)
         elif row.kind == TAKEN:
             _take(found, row, value, where)
+        elif stands_for := [new for new in row.options if new[0] == _plain(value) and new[1] in known]:
+            _put(found, name, stands_for[0][1], stands_for[0][2], where)
         elif not _is_off(value):
             if _accepts(row, value):
                 (found.left_out if row.kind == NOT_NEEDED else found.idle).append(row)

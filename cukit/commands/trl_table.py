@@ -22,6 +22,7 @@ class Row:
     accepted: tuple | None = ()  # further values that ask for nothing cukit lacks; None: all
     becomes: tuple[tuple[Any, Any], ...] = ()  # TAKEN: (value, the option's value), if values are not taken as they are
     note: str = ""  # what the page says besides
+    options: tuple[tuple[Any, str, Any], ...] = ()  # (value, an option, its value): values that an option stands for
 
 
 def _taken(option: str, *names: str, note: str = "") -> Iterator[Row]:
@@ -130,9 +131,15 @@ ROWS: tuple[Row, ...] = (
     *_not_yet("leaving out the last, short batch", "dataloader_drop_last"),
     *_not_yet("a resume from the first row", "ignore_data_skip"),
     # ---- training ----
-    *_not_needed(
+    Row(
+        "optim",
+        NOT_NEEDED,
         "AdamW with float32 master weights is the one optimizer",
-        optim=("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused"),
+        ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused"),
+        options=(
+            *((name, "optimizer_state", "int8") for name in ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit")),
+            *((name, "offload_optimizer", True) for name in ("paged_adamw", "paged_adamw_32bit")),
+        ),
     ),
     *_not_yet("other optimizers", "optim_args", "optim_target_modules"),
     *_not_needed(

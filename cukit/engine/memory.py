@@ -224,12 +224,14 @@ def _checked(plan: Plan, on_card: bool) -> Plan:
 
 
 def _ways_out(phase: str, plan: Plan) -> str:
-    first, ways = "", []
+    first, last, ways = "", "take a smaller dtype", []
     if phase == "training":
         ways = ["max_tokens_per_batch"]
         if not any("one layer again" in item.name and item.nbytes for item in plan.items):
             first = "set gradient_checkpointing, or "
     if plan.share is not None:
         ways += ["max_num_seqs", "max_model_len", "num_kv_blocks"]
-    last = "" if plan.share in (None, 1.0) else ", or raise gpu_memory_utilization"
-    return f"{first}lower {', '.join(ways)}, or take a smaller dtype{last}"
+    if any("AdamW's moments" in item.name and item.nbytes for item in plan.items):
+        last += ", a leaner optimizer_state or offload_optimizer"
+    share = "" if plan.share in (None, 1.0) else ", or raise gpu_memory_utilization"
+    return f"{first}lower {', '.join(ways)}, or {last}{share}"

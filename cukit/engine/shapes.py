@@ -43,8 +43,9 @@ class ModelUse:
     adapter_parameters: int = 0
     copied_parameters: int = 0
     gradient_bytes: int = 4  # of one number; likewise the next two. 0: there is none
-    master_bytes: int = 4  # a float32 weight is its own master
-    moment_bytes: int = 8
+    master_bytes: int | None = None  # None: 2 beside bfloat16 (the remainder), 4 beside float16; float32 is its own
+    moment_bytes: float = 8  # of both
+    offloaded: bool = False  # master and moments lie on the host but for those of the layer that is updated
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,15 @@ def _trained_numbers(use: ModelUse) -> int:
     return use.adapter_parameters or sum(parameter_counts(use.config, use.head))
 
 
+def _largest_bucket(use: ModelUse) -> int:
+    """Numbers of the layer or vocabulary that has most; an adapter is taken as one."""
+    config = use.config
+    if use.adapter_parameters:
+        return use.adapter_parameters
+    layer = Layer(config, backend_for("cpu"), "float16", 0).parameters()
+    return max(sum(math.prod(x.shape) for x in layer), config.vocab_size * config.hidden_size)
+
+
 def lasting_items(uses, backend, ranks) -> list[Item]:
     items = []
     for use in uses:
@@ -96,9 +106,16 @@ def lasting_items(uses, backend, ranks) -> list[Item]:
         items.append(Item(f"{use.name}: weights in {dtype.name}", weight_bytes(use, backend)))
         if use.trained:
             numbers, wide = -(-_trained_numbers(use) // ranks), dtype.itemsize // 4 or 1
-            masters = 0 if dtype.itemsize >= 4 else numbers * use.master_bytes
+            master = use.master_bytes if use.master_bytes is not None else 2 if dtype.name == "bfloat16" else 4
+            masters = 0 if dtype.itemsize >= 4 else numbers * master
             items.append(Item(f"{use.name}: master weights", masters))
-            items.append(Item(f"{use.name}: AdamW's moments", numbers * use.moment_bytes * wide))
+            items.append(Item(f"{use.name}: AdamW's moments", math.ceil(numbers * use.moment_bytes) * wide))
+            if use.offloaded:
+                share = _largest_bucket(use) / _trained_numbers(use)
+                here = math.ceil(sum(item.nbytes for item in items[-2:]) * share)
+                items[-2:] = [
+                    Item(f"{use.name}: master weights and moments of one layer, from the host", here, "training")
+                ]
     return items
 
 

@@ -29,6 +29,7 @@ EXCLUSIVE: tuple[tuple[str, ...], ...] = (
     ("eval_strategy", "eval_steps"),
     ("dtype", "bf16", "fp16"),
 )
+OPTIMIZER_STATES = ("float32", "bfloat16", "int8")
 DASHBOARDS = ("trackio", "wandb", "tensorboard")
 SCHEDULES = ("linear", "cosine", "constant", "constant_with_warmup")
 
@@ -61,6 +62,17 @@ class TrainerConfig(Options):
     )
     gradient_checkpointing: bool = option(
         True, "recompute activations in the backward pass to save memory", group="device and memory"
+    )
+    optimizer_state: str = option(
+        "float32",
+        "AdamW's two moments of matrices: float32 (8 bytes a parameter), bfloat16 (4) or int8 (2)",
+        OPTIMIZER_STATES,
+        "device and memory",
+    )
+    offload_optimizer: bool = option(
+        False,
+        "keep AdamW's moments and master weights in the host's memory, a layer's on the GPU while it is updated",
+        group="device and memory",
     )
     seed: int = option(42, "seed of initial weights, data order and sampling")
     learning_rate: float = option(5e-5, "peak learning rate of AdamW")

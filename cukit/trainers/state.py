@@ -7,6 +7,7 @@ the policy; those of another model begin with NAME/, those of the method (a half
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +18,9 @@ from ..models.decoder import Decoder
 from ..models.value_head import ValueHead
 from ..models.weights import load_model
 from ..optim import AdamW
+from ..options import say_once
 
+logger = logging.getLogger(__name__)
 POLICY, METHOD = "policy", "method."
 
 
@@ -36,6 +39,9 @@ class TrainedModel:
 
 def make_optimizer(model: Decoder | ValueHead, args) -> AdamW:
     """The AdamW of a model, or of its adapter, as the options say."""
+    on_host = model.store.backend.name == "cpu"
+    if args.offload_optimizer and on_host:
+        say_once(logger, "offload_optimizer changes nothing on a CPU, where all memory is the host's")
     return AdamW(
         model.trained_store,
         args.learning_rate,
@@ -44,6 +50,9 @@ def make_optimizer(model: Decoder | ValueHead, args) -> AdamW:
         args.weight_decay,
         args.max_grad_norm,
         scales_loss=model.dtype == np.float16,
+        state_form=args.optimizer_state,
+        seed=args.seed,
+        offload=args.offload_optimizer and not on_host,
     )
 
 

@@ -12,12 +12,14 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
 import numpy as np
 
 from ..autograd import Tensor
+from ..backend.states import MOMENT_BYTES
 from ..datasets.columns import dataset_rows
 from ..datasets.sampler import EpochSampler
 from ..engine.config import EngineConfig
@@ -176,8 +178,10 @@ class Trainer(ABC):
         trained = ModelUse(POLICY, policy.config, policy.dtype, trained=True, loaded=loaded, head=head)
         if found := adapter_of(policy, self.args):
             trained = adapted(trained, *found)
+        offloaded = self.args.offload_optimizer and policy.backend.name == "cuda"
+        states: dict[str, Any] = {"moment_bytes": MOMENT_BYTES[self.args.optimizer_state], "offloaded": offloaded}
         return plan_memory(
-            [trained, *more],
+            [replace(use, **states) if use.trained else use for use in (trained, *more)],
             engine,
             self.model.backend,
             max_tokens_per_batch=most,

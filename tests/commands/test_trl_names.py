@@ -175,6 +175,26 @@ def test_values_that_are_taken(text, values):
 
 
 @pytest.mark.parametrize(
+    "optim, expected",
+    [
+        ("adamw_8bit", {"optimizer_state": "int8"}),
+        ("adamw_bnb_8bit", {"optimizer_state": "int8"}),
+        ("paged_adamw_8bit", {"optimizer_state": "int8"}),
+        ("paged_adamw_32bit", {"offload_optimizer": True}),
+        ("adamw_torch", {}),
+    ],
+)
+def test_an_optimizer_of_trl_that_an_option_stands_for(optim, expected):
+    found = translated({"optim": optim}, known("grpo"))
+    assert found.values == expected and [row.name for row in found.left_out] == ([] if expected else ["optim"])
+    config = make(GRPOConfig, found.values)
+    assert all(getattr(config, name) == value for name, value in expected.items())
+    if "optimizer_state" in expected:
+        with pytest.raises(ValueError, match="optimizer_state is given twice, once as optim; give only one"):
+            translated({"optim": optim, "optimizer_state": "bfloat16"}, known("grpo"))
+
+
+@pytest.mark.parametrize(
     "text, message",
     [
         ("optim: adafactor", "not there yet: optim=adafactor (AdamW with float32 master weights is the one optimizer)"),

@@ -28,12 +28,14 @@ def planned(**options):
 def test_states_follow_their_dtypes_and_ranks():
     numbers = sum(parameter_counts(SHAPE))
     plan = planned()
-    assert bytes_of(plan, "master") == 4 * numbers and bytes_of(plan, "moments") == 8 * numbers
+    assert bytes_of(plan, "master") == 2 * numbers and bytes_of(plan, "moments") == 8 * numbers
     assert bytes_of(plan, "weights' gradients") == 4 * numbers
     whole = planned(uses=[ModelUse("policy", SHAPE, "float32", trained=True)])
     assert bytes_of(whole, "master") == 0 and bytes_of(whole, "moments") == 8 * numbers
-    lean = planned(uses=[ModelUse("policy", SHAPE, "bfloat16", True, master_bytes=2, moment_bytes=4, gradient_bytes=2)])
-    assert bytes_of(lean, "master") == 2 * numbers and bytes_of(lean, "moments") == 4 * numbers
+    half = planned(uses=[ModelUse("policy", SHAPE, "float16", trained=True)])
+    assert bytes_of(half, "master") == 4 * numbers
+    lean = planned(uses=[ModelUse("policy", SHAPE, "bfloat16", True, master_bytes=1, moment_bytes=4, gradient_bytes=2)])
+    assert bytes_of(lean, "master") == 1 * numbers and bytes_of(lean, "moments") == 4 * numbers
     half = planned(ranks=2)
     assert abs(bytes_of(half, "moments") - 4 * numbers) <= 8
     assert bytes_of(half, "weights in") == bytes_of(plan, "weights in")

@@ -47,8 +47,10 @@ def train_and_generate(name, dtype):
     model.frozen_copy().init_weights(0)
     rows = [[5, 9, 100, 7, 3], [8], list(range(3, 80))]
     logprobs, entropy = target_logprobs(model, rows, [np.arange(len(r)) > 0 for r in rows], 0.7, 200)
-    (logprobs.sum() + entropy.sum() * 0.1).backward()
-    AdamW(model.store, max_grad_norm=1.0, weight_decay=0.1).step(1e-3)
+    for form in ("float32", "bfloat16", "int8"):
+        (logprobs.sum() + entropy.sum() * 0.1).backward()
+        AdamW(model.store, max_grad_norm=1.0, weight_decay=0.1, state_form=form).step(1e-3)
+        logprobs, entropy = target_logprobs(model, rows, [np.arange(len(r)) > 0 for r in rows], 0.7, 200)
     with no_grad():
         model.logits(model.forward(*pack(model, rows)))
     llm = LLM.from_model(model, None, max_model_len=128, max_num_seqs=4, max_num_batched_tokens=40, enforce_eager=True)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from check import DTYPES, normal, statistics
 
-from cukit.backend import backend_for
+from cukit.backend import backend_for, states
 from cukit.models.weights import load_model
 from cukit.optim import AdamW
 
@@ -56,6 +56,100 @@ def test_an_unaligned_view_is_stepped_in_place():
         got = cuda.to_numpy(got)
         np.testing.assert_array_equal(got[1:1002], expected)
         assert got[0] == before[0] and got[1002] == before[1002]
+
+
+# ---- lean states ----
+
+LEAN = ["float32", "bfloat16", "int8"]
+
+
+def lean_state(size, dtype, weights, form):
+    """[master, param (the master itself without one)], [moments, exponents], gradient on the host. Gradients over 8
+    decades, so that codes have all exponents.
+    """
+    master, grad, m = (statistics(size, seed=seed) for seed in (1, 2, 3))
+    grad, m = (x * np.float32(10.0) ** np.round(statistics(size, seed=9) * 2 - 2) for x in (grad, m))
+    v = m * m
+    pair = {"remainder": lambda: [*states.split_master(master)][::-1], "own": lambda: [master, master]}
+    pair = pair.get(weights, lambda: [master, master.astype(dtype)])()
+    if form == "int8":
+        (m, high), (v, low) = states.encode_blocks(m, True), states.encode_blocks(v, False)
+        return pair, [m, v, high, low], grad
+    kind = backend_for("cpu").dtype_of(form)
+    return pair, [m.astype(kind), v.astype(kind)], grad
+
+
+def on_card(arrays):
+    return [backend_for("cuda").array(x) for x in arrays]
+
+
+def take_step(be, pair, moments, grad, step, offset):
+    settings = dict(lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=step, grad_scale=0.37)
+    function = be.adamw_step if len(moments) == 2 else be.adamw_step_blocks
+    function(pair[0], *moments, grad, pair[1], **settings, seed=2**63 + 11, offset=offset)
+
+
+WEIGHTS = [("bfloat16", "remainder"), ("bfloat16", "master"), ("float16", "master"), ("float32", "own")]
+
+
+@pytest.mark.parametrize("size", [0, 1, 3, 211, 256, 4096, 100_003])
+@pytest.mark.parametrize("form", LEAN)
+@pytest.mark.parametrize("dtype, weights", WEIGHTS)
+def test_lean_steps_have_numpys_bits(dtype, weights, form, size):
+    """Remainders, moments in bfloat16 and codes; of the first 3 elements of a counter's 4 too."""
+    cuda, cpu = backend_for("cuda"), backend_for("cpu")
+    for offset in (0, 512) if form == "int8" else (0, 512, 7):
+        host = lean_state(size, cpu.dtype_of(dtype), weights, form)
+        pair = on_card(host[0]) if weights != "own" else on_card(host[0][:1]) * 2
+        device = pair, on_card(host[1]), cuda.array(host[2])
+        for step in (1, 2, 3):
+            take_step(cpu, *host, step, offset)
+            take_step(cuda, *device, step, offset)
+            for index, (got, expected) in enumerate(zip((*device[0], *device[1]), (*host[0], *host[1]))):
+                assert cuda.to_numpy(got).tobytes() == expected.tobytes(), (index, step, offset)
+
+
+@pytest.mark.parametrize("form", LEAN)
+def test_unaligned_lean_states_are_stepped_in_place(form):
+    cuda, cpu = backend_for("cuda"), backend_for("cpu")
+    host = lean_state(1003, cpu.dtype_of("bfloat16"), "remainder", form)
+    shifted = [[], []]
+    for arrays, found in zip((host[0], host[1], [host[2]]), (*shifted, [])):
+        for x in arrays:
+            whole = cuda.zeros((x.size + 2,), x.dtype)
+            whole[1:-1] = cuda.array(x)
+            found.append(whole)
+    pair, moments = ([x[1:-1] for x in arrays] for arrays in shifted)
+    take_step(cpu, *host, 5, 256)
+    take_step(cuda, pair, moments, cuda.array(host[2]), 5, 256)
+    for got, expected in zip((*shifted[0], *shifted[1]), (*host[0], *host[1])):
+        got = cuda.to_numpy(got)
+        assert got[1:-1].tobytes() == expected.tobytes() and got[0] == got[-1] == 0
+
+
+def test_a_remainder_is_a_float32_master_on_the_card():
+    """50 updates: zeros, halves, and the largest numbers among others. The card counts denormals as zero, both ways."""
+    cuda = backend_for("cuda")
+    edges = np.array([0, 0x3F807FFF, 0x3F808000, 0x3F818000, 0x7F7E8000, 0x7F7F7FFF, 1, 0x800000], np.uint32)
+    master = np.concatenate([np.concatenate([edges, edges | 0x80000000]).view(np.float32), statistics(5000)])
+    weights, remainder = on_card(states.split_master(master))
+    master, param = cuda.array(master), cuda.zeros((master.size,), "bfloat16")
+    cuda.store_weights(param, master)
+    moments = [[cuda.zeros((master.size,), np.float32) for _ in range(2)] for _ in range(2)]
+    for step in range(1, 51):
+        grad = statistics(master.size, seed=step)
+        grad[: 2 * edges.size] = 0
+        for pair, own in zip(((master, param), (remainder, weights)), moments):
+            take_step(cuda, pair, own, cuda.array(grad), step, 0)
+    assert cuda.to_numpy(weights).tobytes() == cuda.to_numpy(param).tobytes()
+    joined = states.join_master(cuda.to_numpy(weights), cuda.to_numpy(remainder))
+    assert joined.tobytes() == cuda.to_numpy(master).tobytes()
+
+
+def test_the_block_of_codes_is_the_sources():
+    from cukit.backend.cuda.optimizer import STATE_BLOCK
+
+    assert STATE_BLOCK == states.BLOCK
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -136,28 +230,70 @@ def test_sums_of_what_is_not_finite_or_not_there():
 
 @pytest.mark.parametrize("name", ["qwen3_tiny", "qwen2_tiny"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_an_optimizer_step_over_a_store(name, dtype):
-    """Buckets of several dtypes, one of them partly frozen: NumPy's bits, given its norm."""
-    steps = [_one_step(device, name, dtype) for device in ("cpu", "cuda")]
+@pytest.mark.parametrize("form", LEAN)
+@pytest.mark.parametrize("offload", [False, True])
+def test_an_optimizer_step_over_a_store(name, dtype, form, offload):
+    """Buckets of several dtypes, one of them partly frozen: NumPy's bits, given its norm. Offloaded or not."""
+    steps = [_one_step("cpu", name, dtype, form), _one_step("cuda", name, dtype, form, offload)]
     np.testing.assert_allclose(steps[0][0], steps[1][0], rtol=1e-12)
     assert steps[0][1].keys() == steps[1][1].keys()
     for key, expected in steps[0][1].items():
         np.testing.assert_array_equal(steps[1][1][key], expected, err_msg=key)
 
 
-def _one_step(device, name, dtype):
+def _one_step(device, name, dtype, form, offload=False):
     model = load_model(Path(__file__).parents[1] / "golden" / name, device=device, dtype=dtype)
     model.layers[0].post_attention_layernorm.weight.requires_grad = False
     be = model.backend
-    optimizer = AdamW(model.store, 1e-3, weight_decay=0.1)  # no clipping: the norm's last digit would be in every bit
+    # no clipping: the norm's last digit would be in every bit
+    optimizer = AdamW(model.store, 1e-3, weight_decay=0.1, state_form=form, seed=3, offload=offload)
     for step in range(2):
         for index, parameter in enumerate(model.parameters()):
             if (buffer := parameter.grad_buffer()) is not None:
                 buffer += be.array(statistics(*parameter.shape, seed=10 * index + step)) * optimizer.loss_scale
         norm, applied = optimizer.step()
         assert applied
+    state = {key: np.array(be.to_numpy(value)) for key, value in optimizer.state_dict().items()}
+    optimizer.load_state_dict(state)  # a round trip changes nothing
     found = model.parts() | optimizer.state_dict()
+    assert all(be.to_numpy(found[key]).tobytes() == value.tobytes() for key, value in state.items())
     return norm, {key: be.to_numpy(value) for key, value in found.items()}
+
+
+def test_an_array_goes_to_the_host_and_back():
+    """The device's copy may be freed at once; what is uploaded later from the same buffer comes after the download."""
+    cuda = backend_for("cuda")
+    host = cuda.host_buffer(4_000_000).view(np.float32)
+    for value in range(20):
+        array = cuda.zeros((1_000_000,), np.float32) + value
+        cuda.download(host, array)
+        del array
+        other = cuda.zeros((1_000_000,), np.float32) - 1  # takes the freed memory
+        back = cuda.empty((1_000_000,), np.float32)
+        cuda.upload(back, host)
+        del other
+        assert (cuda.to_numpy(back) == value).all() and (host == value).all()
+    with pytest.raises(MemoryError, match="no page-locked memory"):
+        cuda.host_buffer(2**50)
+
+
+def test_offloaded_states_leave_the_device():
+    """Between updates the pool holds weights alone, and no more at an update than one bucket's states beside them."""
+    import cupy
+
+    cuda = backend_for("cuda")
+    held = {}
+    for offload in (False, True):
+        model = load_model(Path(__file__).parents[1] / "golden/qwen3_tiny", device="cuda", dtype="bfloat16")
+        cuda.synchronize()
+        before = cupy.get_default_memory_pool().used_bytes()
+        optimizer = AdamW(model.store, 1e-3, offload=offload)
+        for parameter in model.parameters():
+            parameter.grad_buffer()[...] = 1
+        optimizer.step()
+        held[offload] = cupy.get_default_memory_pool().used_bytes() - before
+        del model, optimizer
+    assert held[False] > 0 and held[True] <= 4096
 
 
 def test_weights_are_drawn_and_copied_on_the_device():
@@ -192,3 +328,29 @@ def test_more_than_2_to_31_elements():
     )
     assert [float(master[i]) for i in (1, 2**31 - 2, size - 2)] == [0.0, 0.0, 0.0]
     np.testing.assert_allclose([float(master[i]) for i in (0, 2**31 - 1, 2**31, size - 1)], -1.0, rtol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["bfloat16", "int8"])
+def test_lean_states_of_more_than_2_to_31_elements(form):
+    cuda, size = backend_for("cuda"), 2**31 + 1000
+    weights, remainder, grad = (
+        cuda.zeros((size,), "bfloat16"),
+        cuda.zeros((size,), np.int16),
+        cuda.zeros((size,), np.float32),
+    )
+    moments = [cuda.zeros((size,), "bfloat16" if form == "bfloat16" else np.uint8) for _ in range(2)]
+    if form == "int8":
+        moments += [cuda.zeros((states.blocks_of(size),), np.uint8) for _ in range(2)]
+    places = (0, 2**31 - 1, 2**31, size - 1)
+    for where in places:
+        grad[where] = 2.0
+    take_step(cuda, (remainder, weights), moments, grad, 1, 0)
+
+    def value(array, where):
+        return float(cuda.to_numpy(array[where : where + 1])[0])
+
+    for where in places:
+        np.testing.assert_allclose(value(weights, where), -1e-3, rtol=1e-2)
+        assert value(moments[0], where) > 0 and value(moments[1], where) > 0
+    assert [value(weights, where) for where in (1, 2**31 - 2, size - 2)] == [0.0, 0.0, 0.0]

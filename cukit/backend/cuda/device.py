@@ -3,7 +3,6 @@ the driver for memory.
 """
 
 import cupy as cp
-import cupyx
 import numpy as np
 
 from ..dtypes import accumulator as accumulator
@@ -40,8 +39,17 @@ def to_numpy(x):
 
 
 def host_buffer(nbytes: int):
-    """Zeroed bytes on the host, (nbytes,) uint8, from where copies to the device are quickest: page-locked."""
-    return cupyx.zeros_pinned(nbytes, np.uint8)
+    """Zeroed bytes on the host, (nbytes,) uint8, from where copies to the device are quickest: page-locked.
+
+    MemoryError where the system gives no such memory.
+    """
+    try:
+        memory = cp.cuda.PinnedMemory(nbytes)  # CuPy's pool would take the next power of two
+    except cp.cuda.runtime.CUDARuntimeError as error:
+        raise MemoryError(f"the system gives no page-locked memory of {nbytes} bytes: {error}") from None
+    buffer = np.frombuffer(cp.cuda.PinnedMemoryPointer(memory, 0), np.uint8, nbytes)
+    buffer[...] = 0
+    return buffer
 
 
 def upload(target, host):
@@ -53,7 +61,7 @@ def upload(target, host):
 
 def download(host, source):
     """Start to copy the device array `source` into `host`, which host_buffer() gave. An Event that is recorded after
-    this says when it is there.
+    this says when it is there. `source` may be freed at once, and what the device does later with `host` comes after.
     """
     source.get(out=host, blocking=False)
 

@@ -30,6 +30,7 @@ C_TYPES = {
     "bool": "bool",
     "signed char": "int8",
     "unsigned char": "uint8",
+    "short": "int16",
     "int": "int32",
     "unsigned": "uint32",
     "unsigned int": "uint32",

@@ -50,7 +50,7 @@ def upload(target, host):
 
 def download(host, source):
     """Start to copy the device array `source` into `host`, which host_buffer() gave. An Event that is recorded after
-    this says when it is there.
+    this says when it is there. `source` may be freed at once, and what the device does later with `host` comes after.
     """
     host[...] = source
 

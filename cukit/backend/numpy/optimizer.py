@@ -4,7 +4,7 @@ A bfloat16 weight is a float32 rounded to the nearest bfloat16, halves away from
 bfloat16 plus a signed 16-bit remainder, its low half: bits(float32) = (bits(bfloat16) << 16) + int16(low half).
 (Halves to even would leave the remainder ±2^15 ambiguous.) A finite float32 beyond the largest finite bfloat16 becomes
 that bfloat16, not infinity; only there, from 3.3961e38 on, the remainder does not fit. float16 has no such remainder:
-it is rounded to even, and to infinity beyond 65,520.
+it is rounded to even, and to infinity beyond 65,520. Lean forms of master and moments: ../states.py.
 """
 
 import math
@@ -12,30 +12,116 @@ import math
 import ml_dtypes
 import numpy as np
 
+from ..states import (
+    BLOCK,
+    bfloat16_bits,
+    decode_blocks,
+    encode_blocks,
+    join_master,
+    split_master,
+    stochastic_bfloat16,
+)
+from .sampling import _philox4x32
+
 CHUNK = 1 << 20  # elements worked on at a time, so that a large matrix needs no temporaries of its own size
 
 
-def adamw_step(master, m, v, grad, param, lr, beta1, beta2, eps, weight_decay, step, grad_scale):
+def adamw_step(master, m, v, grad, param, lr, beta1, beta2, eps, weight_decay, step, grad_scale, seed=0, offset=0):
     """One update of master, m, v and param (= master rounded as store_weights does; may be the same array), all of one
     size, contiguous.
 
     g = grad·grad_scale; m = β1·m + (1−β1)·g; v = β2·v + (1−β2)·g²;
     master −= lr·(weight_decay·master + (m/(1−β1^step)) / (sqrt(v/(1−β2^step)) + eps)). step counts from 1.
+
+    An int16 master is the remainder of a bfloat16 param: together they are the float32 master, bit for bit. m and v in
+    bfloat16 are rounded stochastically. The noise of the array's element i is a word of the counter generator (key
+    seed, counter (step, (offset + i) // 4)): its low half for m, its high half for v. So a part of an array that is
+    given its offset has the bits of the whole.
     """
-    same = param is master
+    same, lean = param is master, m.dtype == ml_dtypes.bfloat16
     master, m, v, grad, param = (x.reshape(-1) for x in (master, m, v, grad, param))
-    step_size, root_correction = lr / (1 - beta1**step), math.sqrt(1 - beta2**step)
+    settings = lr, beta1, beta2, eps, weight_decay, step, grad_scale
     for start in range(0, master.size, CHUNK):
         part = slice(start, start + CHUNK)
-        w, first, second = master[part], m[part], v[part]
-        g = grad[part].astype(w.dtype, copy=False) * w.dtype.type(grad_scale)
-        first += (g - first) * (1 - beta1)
-        second *= beta2
-        second += (1 - beta2) * g * g
-        w *= 1 - lr * weight_decay
-        w -= step_size * first / (np.sqrt(second) / root_correction + eps)
+        w, first, second = _masters(master[part], param[part]), m[part], v[part]
+        if lean:
+            first, second = (x.astype(w.dtype) for x in (first, second))
+        _update(w, first, second, grad[part], *settings)
+        if lean:
+            noise = _noise(seed, step, offset + start, w.size)
+            m[part] = stochastic_bfloat16(first, noise & np.uint32(0xFFFF))
+            v[part] = stochastic_bfloat16(second, noise >> np.uint32(16))
         if not same:
-            store_weights(param[part], w)
+            _store_masters(master[part], param[part], w)
+
+
+def adamw_step_blocks(
+    master,
+    m,
+    v,
+    m_exponents,
+    v_exponents,
+    grad,
+    param,
+    lr,
+    beta1,
+    beta2,
+    eps,
+    weight_decay,
+    step,
+    grad_scale,
+    seed=0,
+    offset=0,
+):
+    """adamw_step with m and v as codes of 8 bits (uint8) under an exponent (uint8) of each block, as ../states.py says;
+    rounded stochastically by the same noise. offset is a multiple of the block.
+    """
+    assert offset % BLOCK == 0, "a block belongs to one update"
+    same = param is master
+    master, m, v, grad, param = (x.reshape(-1) for x in (master, m, v, grad, param))
+    for start in range(0, master.size, CHUNK):
+        part, blocks = slice(start, start + CHUNK), slice(start // BLOCK, (start + CHUNK) // BLOCK)
+        w = _masters(master[part], param[part])
+        first = decode_blocks(m[part], m_exponents[blocks], True).astype(w.dtype, copy=False)
+        second = decode_blocks(v[part], v_exponents[blocks], False).astype(w.dtype, copy=False)
+        _update(w, first, second, grad[part], lr, beta1, beta2, eps, weight_decay, step, grad_scale)
+        noise = _noise(seed, step, offset + start, w.size)
+        m[part], m_exponents[blocks] = encode_blocks(first, True, noise & np.uint32(0xFFFF))
+        v[part], v_exponents[blocks] = encode_blocks(second, False, noise >> np.uint32(16))
+        if not same:
+            _store_masters(master[part], param[part], w)
+
+
+def _update(w, first, second, grad, lr, beta1, beta2, eps, weight_decay, step, grad_scale):
+    """The update of adamw_step in place."""
+    step_size, root_correction = lr / (1 - beta1**step), math.sqrt(1 - beta2**step)
+    g = grad.astype(w.dtype, copy=False) * w.dtype.type(grad_scale)
+    first += (g - first) * (1 - beta1)
+    second *= beta2
+    second += (1 - beta2) * g * g
+    w *= 1 - lr * weight_decay
+    w -= step_size * first / (np.sqrt(second) / root_correction + eps)
+
+
+def _masters(master, param):
+    """The master weights: the array itself unless it is remainders."""
+    return join_master(param, master) if master.dtype == np.int16 else master
+
+
+def _store_masters(master, param, w):
+    if master.dtype == np.int16:
+        param[...], master[...] = split_master(w)
+    else:
+        store_weights(param, w)
+
+
+def _noise(seed, step, offset, count):
+    """A word (uint32) for each of the elements offset … offset + count - 1."""
+    counters = np.arange(offset // 4, -(-(offset + count) // 4), dtype=np.uint64) & np.uint64(0xFFFFFFFF)
+    position, zero = np.full(1, step, np.uint64), np.zeros(1, np.uint64)
+    words = _philox4x32((position, counters, zero, zero), np.uint64(seed & 0xFFFFFFFF), np.uint64(seed >> 32))
+    words = np.stack([np.broadcast_to(word, counters.shape) for word in words], axis=1).astype(np.uint32)
+    return words.reshape(-1)[offset % 4 :][:count]
 
 
 def store_weights(out, values):
@@ -43,17 +129,8 @@ def store_weights(out, values):
     if out.dtype != ml_dtypes.bfloat16 or values.dtype == out.dtype:
         with np.errstate(over="ignore"):
             out[...] = values.astype(out.dtype, copy=False)
-        return
-    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
-    magnitude = bits & np.uint32(0x7FFFFFFF)
-    high = (bits + np.uint32(0x8000)) >> np.uint32(16)
-    too_large = (magnitude >= 0x7F7F8000) & (magnitude < 0x7F800000)
-    if too_large.any():
-        high = np.where(too_large, bits >> np.uint32(16), high)
-    not_a_number = magnitude > 0x7F800000
-    if not_a_number.any():
-        high = np.where(not_a_number, (bits >> np.uint32(16)) | np.uint32(0x40), high)
-    out[...] = high.astype(np.uint16).view(out.dtype)
+    else:
+        out[...] = bfloat16_bits(values).view(out.dtype)
 
 
 def sums_of_squares(arrays, pieces):

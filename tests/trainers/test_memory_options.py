@@ -1,0 +1,93 @@
+"""Options that save memory in training: what they reach, what a resumed run keeps, what they change in the plan."""
+
+import logging
+
+import pytest
+
+from cukit.backend.states import MOMENT_BYTES
+from cukit.engine.memory import plan_memory
+from cukit.trainers import config as options
+from cukit.trainers import trainer as loop
+
+from ..engine.shapes import bytes_of, card
+from .conftest import assert_equal_weights, logged, rows_without_times, weights_of
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("form", options.OPTIMIZER_STATES)
+def test_a_resumed_run_goes_on_bit_for_bit(make_sft, make_model, form, dtype):
+    def build(**given):
+        return make_sft(model=make_model(dtype), optimizer_state=form, save_steps=2, **given)
+
+    straight = build()
+    straight.train()
+    folder = straight.run_folder
+    rows = rows_without_times(folder)
+    again = build(output_dir=str(folder))
+    again.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
+    assert_equal_weights(again, straight)
+    assert rows_without_times(folder) == rows
+    state, found = straight.optimizer.state_dict(), again.optimizer.state_dict()
+    assert all(found[name].tobytes() == array.tobytes() for name, array in state.items())
+
+
+def test_a_checkpoint_resumes_with_another_form(make_sft, make_model):
+    first = make_sft(model=make_model("bfloat16"), save_steps=2)
+    first.train()
+    folder = first.run_folder
+    for form in options.OPTIMIZER_STATES[1:]:
+        again = make_sft(model=make_model("bfloat16"), output_dir=str(folder), optimizer_state=form)
+        again.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
+        assert again.optimizer.step_count == 4 and again.optimizer.state_form == form
+        assert logged(again, "loss")[-1] == pytest.approx(logged(first, "loss")[-1], rel=0.05)
+
+
+def test_form_and_seed_reach_the_optimizer(make_grpo):
+    ends = {}
+    for form, seed in (("float32", 3), ("bfloat16", 3), ("int8", 3), ("int8", 4)):
+        trainer = make_grpo(optimizer_state=form, seed=3, max_steps=3)
+        trainer.args.seed = seed  # of the optimizer alone: rows are drawn
+        trainer.train()
+        assert (trainer.optimizer.state_form, trainer.optimizer.seed) == (form, seed)
+        ends[form, seed] = weights_of(trainer.model)["embed_tokens.weight"].tobytes()
+    assert len(set(ends.values())) == 4
+
+
+def test_the_plan_counts_the_form_and_what_is_offloaded(make_sft, monkeypatch):
+    """As on a card, where offloading is more than a word."""
+    plans, on_card = {}, card()
+    for form in options.OPTIMIZER_STATES:
+        for offload in (False, True):
+            trainer = make_sft(optimizer_state=form, offload_optimizer=offload)
+            assert bytes_of(trainer.plan, "from the host") == 0
+            monkeypatch.setattr(
+                loop, "plan_memory", lambda uses, engine, _, **more: plan_memory(uses, engine, on_card, **more)
+            )
+            monkeypatch.setattr(trainer.model.store.backend, "name", "cuda")
+            plans[form, offload] = trainer.plan_memory()
+            monkeypatch.undo()
+    numbers = sum(p.data.size for p in trainer.model.parameters())
+    for form, size in MOMENT_BYTES.items():
+        moments, moved = bytes_of(plans[form, False], "moments"), plans[form, True]
+        assert moments == pytest.approx(size * numbers, abs=1)
+        assert 0 < bytes_of(moved, "from the host") < 0.8 * moments and not bytes_of(moved, "AdamW's moments")
+        assert moved.phase_bytes("training") < plans[form, False].phase_bytes("training")
+
+
+def test_offloading_on_a_cpu_changes_nothing_and_says_so_once(make_sft, caplog, monkeypatch):
+    monkeypatch.setattr("cukit.options._said", set())
+    ends = []
+    with caplog.at_level(logging.WARNING):
+        for offload in (False, True, True):
+            trainer = make_sft(offload_optimizer=offload)
+            trainer.train()
+            assert not trainer.optimizer.offload
+            ends.append(weights_of(trainer.model)["embed_tokens.weight"].tobytes())
+    assert len(set(ends)) == 1
+    lines = [record.message for record in caplog.records if "offload_optimizer" in record.message]
+    assert lines == ["offload_optimizer changes nothing on a CPU, where all memory is the host's"]
+
+
+def test_an_unknown_form_is_refused(make_sft):
+    with pytest.raises(ValueError, match="optimizer_state must be one of float32, bfloat16, int8, got 'int4'"):
+        make_sft(optimizer_state="int4")
