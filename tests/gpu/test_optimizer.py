@@ -127,6 +127,26 @@ def test_unaligned_lean_states_are_stepped_in_place(form):
         assert got[1:-1].tobytes() == expected.tobytes() and got[0] == got[-1] == 0
 
 
+@pytest.mark.parametrize("form", LEAN)
+def test_masters_beyond_the_limit_are_held_as_on_the_cpu(form):
+    """Steps of 6e35 take masters of 3.396e38 past what a weight and its remainder can hold."""
+    cuda, cpu = backend_for("cuda"), backend_for("cpu")
+    _, moments, _ = lean_state(1021, cpu.dtype_of("bfloat16"), "remainder", form)
+    moments, grad = [np.zeros_like(x) for x in moments], statistics(1021)
+    rng = np.random.default_rng(0)
+    master = (rng.choice([-1, 1], 1021) * rng.uniform(3.391e38, 3.396e38, 1021)).astype(np.float32)
+    weights, remainder = states.split_master(master)
+    host = [remainder, weights], moments, grad
+    device = on_card(host[0]), on_card(moments), cuda.array(grad)
+    for be, (pair, own, gradient) in ((cpu, host), (cuda, device)):
+        step = be.adamw_step_blocks if len(own) == 4 else be.adamw_step
+        step(pair[0], *own, gradient, pair[1], 6e35, 0.9, 0.95, 1e-8, 0.0, 1, 1.0, 5, 0)
+    held = np.abs(states.join_master(host[0][1], host[0][0])).view(np.uint32) == 0x7F7F7FFF
+    assert 10 < held.sum() < 1000  # the case is not empty
+    for got, expected in zip((*device[0], *device[1]), (*host[0], *host[1])):
+        assert cuda.to_numpy(got).tobytes() == expected.tobytes()
+
+
 def test_a_remainder_is_a_float32_master_on_the_card():
     """50 updates: zeros, halves, and the largest numbers among others. The card counts denormals as zero, both ways."""
     cuda = backend_for("cuda")
