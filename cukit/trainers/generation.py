@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -32,16 +33,16 @@ class Drawn:
         return Drawn(rows, self.samples.rows(places), self.rewards[places], self.by_function[places])
 
 
-class Generation:
+class Generation(ABC):
     """Draws and rewards what a PolicyTrainer trains on. A method makes its batch of that."""
 
     def __init__(self, trainer):
         self.trainer = trainer
         self._warned_cut, self._silent_batches = False, 0
 
+    @abstractmethod
     def batch(self, number: int) -> tuple[PackedBatch, dict]:
         """The generation batch of this number, on the device, and its metrics."""
-        raise NotImplementedError
 
     def draw(self, number: int) -> Drawn:
         """Completions of the next prompts."""
