@@ -131,7 +131,9 @@ class Adapter:
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """Inside, this thread's forward passes are the base's: nothing moves, for either way."""
+        """Inside, this thread's forward passes are the base's: nothing moves, for either way. Not for an engine: the
+        steps that it has captured, and its KV, are those of the adapter.
+        """
         before, self._thread.on = self.on, False
         try:
             yield

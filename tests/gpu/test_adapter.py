@@ -66,3 +66,25 @@ def test_wrong_inputs_are_refused():
         be.merge_adapter(w, w, be.zeros((16, 2), "float32").T, b, 1.0)
     with pytest.raises(ValueError, match="fit neither"):
         be.linear_beside_backward_input(be.zeros((3, 8), "float16"), w, be.zeros((3, 2), "float16"), a)
+
+
+@pytest.mark.parametrize("shift_w, shift_a", [(0, 0), (1, 0), (0, 1)])
+@pytest.mark.parametrize("outs, ins, rank", [(9, 16, 40), (8, 520, 33), (3, 13, 2)])
+def test_merge_rounds_once(outs, ins, rank, shift_w, shift_a):
+    """Sums of small whole numbers are exact in any order, so NumPy gives the same bits. w and a may begin some elements
+    off an aligned address.
+    """
+    host, device = backend_for("cpu"), backend_for("cuda")
+    generator = np.random.default_rng([outs, ins, rank])
+    a, b = (generator.integers(-2, 3, shape).astype(np.float32) for shape in ((rank, ins), (outs, rank)))
+
+    def shifted(x, shift):
+        flat = device.zeros((shift + x.size,), x.dtype)
+        flat[shift:] = device.array(x.reshape(-1))
+        return flat[shift:].reshape(x.shape)
+
+    for dtype in map(host.dtype_of, DTYPES):
+        w = normal(outs, ins).astype(dtype)
+        out = device.empty(w.shape, dtype)
+        device.merge_adapter(out, shifted(w, shift_w), shifted(a, shift_a), device.array(b), 0.37)
+        assert device.to_numpy(out).tobytes() == host.merge_adapter(np.empty_like(w), w, a, b, 0.37).tobytes()
