@@ -7,8 +7,7 @@ margins: Touvron et al. 2023, "Llama 2"; centring: Eisenstein et al. 2023, "Help
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,16 +16,13 @@ import numpy as np
 
 from ..autograd import Tensor, no_grad
 from ..datasets.preferences import Pair, encode_pairs
-from ..datasets.sampler import batches_an_epoch
-from ..engine.memory import Plan
-from ..engine.shapes import ModelUse
 from ..models.decoder import Decoder
 from ..models.logprobs import PackedTokens, batches_by_tokens, pack_tokens
 from ..models.scores import packed_scores, score_rows
 from ..models.weights import load_model
 from ..ops import log_sigmoid
 from .reward_config import RewardConfig
-from .trainer import Trainer
+from .row_trainer import RowTrainer
 
 
 @dataclass(slots=True)
@@ -54,7 +50,7 @@ def preference_loss(
     return loss * weight
 
 
-class RewardTrainer(Trainer):
+class RewardTrainer(RowTrainer):
     """RewardTrainer(model="folder", args=RewardConfig(…), train_dataset=pairs).train(); also .evaluate(),
     .save_model(folder)
 
@@ -96,23 +92,11 @@ class RewardTrainer(Trainer):
             )
         return pairs
 
-    def plan_memory(self, *more: ModelUse, **sizes: Any) -> Plan:
-        lengths = sorted(pair.num_tokens for pair in self.train_rows)[-self._rows_a_step() :]
-        tokens = sum(lengths)
-        sizes = {"packed_tokens": tokens, "longest_sequence": lengths[-1], "step_tokens": tokens} | sizes
-        return super().plan_memory(*more, **sizes)
-
-    def count_steps(self) -> int:
-        if self.args.max_steps > 0:
-            return self.args.max_steps
-        epoch = batches_an_epoch(len(self.train_rows), self._rows_a_step())
-        return max(1, math.ceil(self.args.num_train_epochs * epoch))
-
-    def _rows_a_step(self) -> int:
-        return self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps
+    def row_lengths(self) -> Iterable[int]:
+        return (pair.num_tokens for pair in self.train_rows)
 
     def make_batch(self, step: int) -> tuple[list[PackedPairs], dict]:
-        pairs = [self.train_rows[row] for row in self.sampler.take(self._rows_a_step())]
+        pairs = [self.train_rows[row] for row in self.sampler.take(self.rows_a_step)]
         tokens = sum(pair.num_tokens for pair in pairs)
         self.num_tokens += tokens
         return list(self._packed(pairs)), {"step_tokens": tokens}

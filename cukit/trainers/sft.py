@@ -2,30 +2,27 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from ..autograd import Tensor, no_grad
 from ..backend import backend_for
 from ..datasets.demonstrations import encode_sft_rows
-from ..datasets.sampler import batches_an_epoch, pack_bins
-from ..engine.memory import Plan
-from ..engine.shapes import ModelUse
+from ..datasets.sampler import pack_bins
 from ..models.decoder import Decoder
 from ..models.logprobs import predicting_states
 from ..models.weights import load_config
 from ..ops import lm_head_logprobs
 from .batch import PackedBatch, Rows
 from .config import SFTConfig
-from .trainer import Trainer
+from .row_trainer import RowTrainer
 
 Example = tuple[np.ndarray, np.ndarray]  # ids int32 and mask bool of a demonstration, each (length,)
 
 
-class SFTTrainer(Trainer):
+class SFTTrainer(RowTrainer):
     """SFTTrainer(model="folder", args=SFTConfig(…), train_dataset=rows).train(); also .evaluate(), .save_model(folder)
 
     Rows as cukit.datasets.sources says. The loss is on what the assistant says (completion_only_loss=False: on
@@ -76,23 +73,11 @@ class SFTTrainer(Trainer):
             ]
         return [[example] for example in arrays]
 
-    def plan_memory(self, *more: ModelUse, **sizes: Any) -> Plan:
-        lengths = sorted(sum(len(ids) for ids, _ in row) for row in self.train_rows)[-self._rows_a_step() :]
-        tokens = sum(lengths)
-        sizes = {"packed_tokens": tokens, "longest_sequence": lengths[-1], "step_tokens": tokens} | sizes
-        return super().plan_memory(*more, **sizes)
-
-    def count_steps(self) -> int:
-        if self.args.max_steps > 0:
-            return self.args.max_steps
-        epoch = batches_an_epoch(len(self.train_rows), self._rows_a_step())
-        return max(1, math.ceil(self.args.num_train_epochs * epoch))
-
-    def _rows_a_step(self) -> int:
-        return self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps
+    def row_lengths(self) -> Iterable[int]:
+        return (sum(len(ids) for ids, _ in row) for row in self.train_rows)
 
     def make_batch(self, step: int) -> tuple[list[Rows], dict]:
-        chosen = self.sampler.take(self._rows_a_step())
+        chosen = self.sampler.take(self.rows_a_step)
         batch = self._pack([example for row in chosen for example in self.train_rows[row]])
         self.num_tokens += batch.num_tokens
         return batch.micro_batches(0, self.args.max_tokens_per_batch), {"step_tokens": batch.num_tokens}
