@@ -17,7 +17,7 @@ INSTALL_CUPY = "pip install 'cukit[cuda13]' (driver 580 or newer) or 'cukit[cuda
 _said: set[str] = set()
 # File of a shelf -> the public names in it. A function has one signature on both shelves (tests/test_architecture.py).
 CONTRACT = {
-    "activation": ("silu_mul_backward", "silu_mul_forward"),
+    "activation": ("silu_mul_backward", "silu_mul_backward_remade", "silu_mul_forward"),
     "adapter": ("linear_beside_backward_input", "linear_beside_forward", "merge_adapter"),
     "attention": ("attention_backward", "attention_forward"),
     "device": (
@@ -50,7 +50,13 @@ CONTRACT = {
     ),
     "loss": ("token_logprobs_backward", "token_logprobs_forward"),
     "memory": ("Reservation", "memory_info"),
-    "norm": ("add_rms_norm_backward", "add_rms_norm_forward", "rms_norm_backward", "rms_norm_forward"),
+    "norm": (
+        "add_rms_norm_backward",
+        "add_rms_norm_backward_remade",
+        "add_rms_norm_forward",
+        "rms_norm_backward",
+        "rms_norm_forward",
+    ),
     "optimizer": ("adamw_step", "adamw_step_blocks", "store_weights", "sum_in_order", "sums_of_squares"),
     "paged_attention": (
         "copy_blocks",

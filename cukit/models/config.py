@@ -9,6 +9,9 @@ from ..options import require
 
 logger = logging.getLogger(__name__)
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+# How much of a forward pass the backward pass makes again, from the fastest to the leanest.
+LEVELS = ("none", "selective", "full")
+LEVELS_OF_BOOLS = {False: "none", True: "full"}  # as TRL and transformers say it
 ARCHITECTURES = {"Qwen3ForCausalLM": "qwen3", "Qwen2ForCausalLM": "qwen2", "LlamaForCausalLM": "llama"}
 # Reward models and critics: the decoder with a head of one number in place of the language model's.
 CLASSIFIERS = {name.replace("CausalLM", "SequenceClassification"): kind for name, kind in ARCHITECTURES.items()}
