@@ -5,12 +5,14 @@ their options.
 from pathlib import Path
 
 from ..engine.config import EngineConfig
-from ..models.config import DTYPES
+from ..models.config import DTYPES, LEVELS, LEVELS_OF_BOOLS
 from ..options import Options, check_choices, check_range, nested, option, require
 from ..trainers.lora_config import LoraOptions
 
 WORKLOADS = ("N", "G", "decode")
 CRITICS = ("shared", "separate")
+CHECKPOINTING = "what the backward pass makes again; auto: the fastest that fits; true is full, false none"
+BOOLS = (LEVELS_OF_BOOLS[False], LEVELS_OF_BOOLS[True])
 
 
 class BenchOptions(Options):
@@ -81,6 +83,9 @@ class TrainBench(BenchOptions):
     completion: int | None = option(None, "last tokens of each, which the loss is taken on; default: 512 times scale")
     scale: float | None = option(None, "multiplies these defaults; default: 1 on cuda, 0.1 on cpu")
     max_tokens_per_batch: int | None = option(None, "most tokens in one forward pass; default: the whole step")
+    gradient_checkpointing: str | None = option(
+        None, f"{CHECKPOINTING}; default: full, selective and none, one after the other", (*LEVELS, "auto"), bools=BOOLS
+    )
     repeats: int = option(3, "measured steps, after one that is not; the median counts")
     lora: LoraOptions = nested(LoraOptions)
 
@@ -98,7 +103,7 @@ class GRPOBench(BenchOptions):
     prompt_length: int | None = option(None, "tokens of a prompt; default: 200 times scale")
     max_completion_length: int | None = option(None, "tokens of a completion; default: 512 times scale")
     scale: float | None = option(None, "multiplies these defaults; default: 1 on cuda, 0.05 on cpu")
-    gradient_checkpointing: bool = option(True, "recompute activations in the backward pass")
+    gradient_checkpointing: str = option("full", CHECKPOINTING, (*LEVELS, "auto"), bools=BOOLS)
     max_tokens_per_batch: int = option(16384, "most tokens in one forward pass")
     beta: float = option(0.0, "weight of the KL to a reference model; 0 loads none")
     repeats: int = option(3, "measured steps, after two that are not")
@@ -119,7 +124,7 @@ class PPOBench(BenchOptions):
     tokens_per_row: int | None = option(None, "length of each; default: 2,048 times scale")
     completion: int | None = option(None, "last tokens of each, which are learnt; default: 1,536 times scale")
     scale: float | None = option(None, "multiplies these defaults; default: 1 on cuda, 0.1 on cpu")
-    gradient_checkpointing: bool = option(False, "recompute activations in the backward pass")
+    gradient_checkpointing: str = option("none", CHECKPOINTING, (*LEVELS, "auto"), bools=BOOLS)
     max_tokens_per_batch: int = option(16384, "most tokens in one forward pass")
     repeats: int = option(5, "measured updates, after two that are not; the median counts")
 

@@ -19,6 +19,7 @@ from ..ops import ppo_loss
 from ..optim import AdamW
 from ..trainers.batch import PackedBatch, Rows
 from . import PPOBench
+from .levels import level_for
 from .measure import memory_in_use, peak_memory, seconds_of
 from .report import new_report
 from .subject import Subject, build_model, check_length, choose_subject, scale_of, scaled
@@ -34,14 +35,16 @@ class Learners:
 
     def __init__(self, options: PPOBench, subject: Subject):
         self.policy = policy = build_model(subject, options.seed)
-        policy.gradient_checkpointing = options.gradient_checkpointing
         if options.critic == "separate":
             self.critic = Decoder(subject.config, subject.backend, subject.dtype, head="score")
             self.critic.init_weights(options.seed + 1)
-            self.critic.gradient_checkpointing = options.gradient_checkpointing
         else:
             self.critic = ValueHead(policy.backend, policy.dtype, policy.config.hidden_size)
             self.critic.score.init_weights(options.seed + 1)  # zeros would give the policy's trunk no gradient of it
+        decoders = [model for model in (policy, self.critic) if isinstance(model, Decoder)]
+        level = level_for(options.gradient_checkpointing, decoders, options.max_tokens_per_batch, 2)
+        for model in decoders:
+            model.gradient_checkpointing = level
         stores = policy.store, self.critic.store
         self.optimizers = [AdamW(store, LEARNING_RATE, max_grad_norm=LARGEST_NORM) for store in stores]
 
@@ -117,7 +120,7 @@ def run(options: PPOBench) -> dict:
     report = new_report("ppo", subject, options) | {"scale": scale}
     row = {
         "critic": options.critic,
-        "gradient_checkpointing": options.gradient_checkpointing,
+        "gradient_checkpointing": learners.policy.gradient_checkpointing,
         "tokens": parts[0].batch.num_tokens,
         "completion_tokens": sum(rows.num_learnt for rows in parts),
         "micro_batches": len(parts),

@@ -1,5 +1,5 @@
-"""bench train: a training step (log-prob loss on the completions of packed rows, backward, AdamW) with and without
-recomputation, and the forward pass alone.
+"""bench train: a training step (log-prob loss on the completions of packed rows, backward, AdamW) at each level of
+gradient_checkpointing, and the forward pass alone.
 """
 
 from __future__ import annotations
@@ -10,10 +10,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..autograd import no_grad
+from ..models.config import LEVELS
 from ..models.logprobs import packed_logprobs
 from ..optim import AdamW
 from ..trainers.batch import PackedBatch, Rows
 from . import TrainBench
+from .levels import level_for
 from .measure import memory_in_use, peak_memory, seconds_of
 from .report import new_report
 from .subject import Subject, build_model, check_length, choose_subject, scale_of, scaled
@@ -49,7 +51,7 @@ def make_step(options: TrainBench, subject: Subject, scale: float) -> Step:
 
 
 def run(options: TrainBench) -> dict:
-    """The report: a row for the forward pass alone, and one each for training with and without recomputation."""
+    """The report: a row for the forward pass alone, and one each for training at the levels that are asked for."""
     subject = choose_subject(options)
     before = memory_in_use(subject.backend)
     scale = scale_of(options, subject)
@@ -60,12 +62,15 @@ def run(options: TrainBench) -> dict:
     # from the least memory to the most, since a CPU's process only knows its highest point
     rows.append(_row("log-probs, no gradient", None, lambda: _logprobs(model, step), subject, step, options, before))
     optimizer = AdamW(model.trained_store, LEARNING_RATE)
-    for recompute in (True, False):
-        model.gradient_checkpointing = recompute
+    tokens = options.max_tokens_per_batch or step.tokens
+    given = options.gradient_checkpointing
+    levels = LEVELS[::-1] if given is None else [level_for(given, [model], tokens, len(step.micro_batches))]
+    for level in levels:
+        model.gradient_checkpointing = level
         rows.append(
             _row(
                 "forward, backward, AdamW",
-                recompute,
+                level,
                 lambda: _train(model, optimizer, step),
                 subject,
                 step,
@@ -79,11 +84,11 @@ def run(options: TrainBench) -> dict:
 
 
 def _row(
-    name: str, recompute: bool | None, function, subject: Subject, step: Step, options: TrainBench, before: int
+    name: str, level: str | None, function, subject: Subject, step: Step, options: TrainBench, before: int
 ) -> dict:
     row = {
         "pass": name,
-        "gradient_checkpointing": recompute,
+        "gradient_checkpointing": level,
         "tokens": step.tokens,
         "completion_tokens": step.completion_tokens,
     }

@@ -12,9 +12,10 @@ is the larger phase, not the sum.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from ..models.config import ModelConfig
+from ..models.config import LEVELS, ModelConfig
 from ..options import changed
 from .config import EngineConfig
 from .shapes import (
@@ -56,6 +57,8 @@ class Plan:
     kv_bytes: int = 0
     share: float | None = None  # None without an engine
     share_of: str = ""
+    level: str = ""  # of gradient_checkpointing; "" where nothing is trained
+    why: str = ""  # auto took it
 
     def phase_bytes(self, phase: str) -> int:
         """Bytes in "rollout" or "training", with what lasts."""
@@ -82,6 +85,8 @@ class Plan:
         items.sort(key=lambda item: (order[item.phase], -item.nbytes))
         lines = [f"{item.phase:<9}{gigabytes(item.nbytes):>11}  {item.name}" for item in items if item.nbytes]
         lines += [f"{'peak':<9}{gigabytes(self.phase_bytes(phase)):>11}  {phase}" for phase in self.phases]
+        if self.level:
+            lines.append(f"{'level':<9}{self.level:>11}  of gradient_checkpointing{self.why}")
         share = "" if self.share is None else f" (gpu_memory_utilization {self.share:g} of {self.share_of})"
         lines.append(f"{'left':<9}{gigabytes(self.limit - self.peak_bytes):>11}  of {gigabytes(self.limit)}{share}")
         return "\n".join(lines)
@@ -97,7 +102,7 @@ def plan_memory(
     backend,
     *,
     max_tokens_per_batch: int = 0,
-    gradient_checkpointing: bool = True,
+    gradient_checkpointing: str = "full",
     micro_batches: int = 2,
     longest_sequence: int | None = None,
     packed_tokens: int = 0,
@@ -107,8 +112,9 @@ def plan_memory(
 ) -> Plan:
     """The plan of a run with these models; the engine (None: there is none) runs the first of them.
 
-    max_tokens_per_batch: of a training forward pass. micro_batches: passes an update; with one, gradients appear only
-    as activations go. longest_sequence: of the run's sequences, prompt and completion together. packed_tokens: of a
+    max_tokens_per_batch: of a training forward pass. gradient_checkpointing: its level, or "auto" for the fastest that
+    fits without taking anything from the cache. micro_batches: passes an update; with one, gradients appear only as
+    activations go. longest_sequence: of the run's sequences, prompt and completion together. packed_tokens: of a
     generation batch that stays on the device. ranks: processes among which gradients and optimizer states are divided.
     total_bytes, free_bytes: of the device, asked of the backend by default; free is what is not taken yet.
 
@@ -121,28 +127,55 @@ def plan_memory(
     """
     if free_bytes is None or total_bytes is None:
         free_bytes, total_bytes = backend.memory_info()
-    on_card, share = backend.name == "cuda", 1.0 if engine is None else engine.gpu_memory_utilization
-    items = lasting_items(uses, backend, ranks)
-    if on_card:
-        items += [Item("CUDA context and kernels", CONTEXT_BYTES), Item("cuBLAS workspace", WORKSPACE_BYTES)]
-    if any(use.trained for use in uses):
-        tokens = backend.row_bucket(max(max_tokens_per_batch, longest_sequence or 0))
-        items += training_items(uses, backend, tokens, gradient_checkpointing, micro_batches, ranks)
-        items.append(Item("packed batch", packed_tokens * PACKED_BYTES))
+    on_card, share = backend.name == "cuda", None if engine is None else engine.gpu_memory_utilization
+    limit, whole = _limit(uses, backend, share, total_bytes, free_bytes)
     if engine is not None:
         _check_length(uses[0].config, engine)
-        items += rollout_items(uses[0], engine, backend)
-    items = _with_waste(items, uses, backend) if on_card else items
-    taken = sum(weight_bytes(use, backend) for use in uses if use.loaded)
-    if on_card:
-        limit, whole = min(int(share * total_bytes), free_bytes + taken + CONTEXT_BYTES), gigabytes(total_bytes)
-    else:
-        limit, whole = taken + int(share * free_bytes), f"{gigabytes(free_bytes)} free"
-    plan = Plan(tuple(items), limit, share=None if engine is None else share, share_of=whole)
-    plan = _checked(plan, on_card)
+    trains = any(use.trained for use in uses)
+    tokens = backend.row_bucket(max(max_tokens_per_batch, longest_sequence or 0)) if trains else 0
+
+    def at(level: str) -> Plan:
+        items = lasting_items(uses, backend, ranks)
+        if on_card:
+            items += [Item("CUDA context and kernels", CONTEXT_BYTES), Item("cuBLAS workspace", WORKSPACE_BYTES)]
+        if trains:
+            items += training_items(uses, backend, tokens, level, micro_batches, ranks)
+            items.append(Item("packed batch", packed_tokens * PACKED_BYTES))
+        if engine is not None:
+            items += rollout_items(uses[0], engine, backend)
+        items = _with_waste(items, uses, backend) if on_card else items
+        plan = Plan(tuple(items), limit, share=share, share_of=whole, level=level if trains else "")
+        if engine is None or (on_card and _missing(plan) > 0):
+            return plan
+        return _with_cache(plan, uses[0], engine, backend, longest_sequence)
+
+    plan = _fastest(at) if gradient_checkpointing == "auto" and trains else at(gradient_checkpointing)
+    _check_room(plan, at, on_card)
     if engine is not None:
-        plan = _checked(_with_cache(plan, uses[0], engine, backend, longest_sequence), on_card)
+        _say_length(plan, uses[0].config, engine)
     return plan
+
+
+def _fastest(at: Callable[[str], Plan]) -> Plan:
+    """The plan at the first level that fits and leaves the cache as it is at the last one; else at the last."""
+    leanest, why = at(LEVELS[-1]), []
+    for level in LEVELS[:-1]:
+        plan = _tried(at, level)
+        if plan is None or plan.peak_bytes > plan.limit:
+            why.append(f"{level} would need {'more' if plan is None else gigabytes(plan.peak_bytes)}")
+        elif (plan.num_kv_blocks, plan.sleeps_cache) != (leanest.num_kv_blocks, leanest.sleeps_cache):
+            why.append(f"{level} would take memory from the KV cache")
+        else:
+            return replace(plan, why=f", by auto: {', '.join([*why, 'this is the fastest that fits'])}")
+    return replace(leanest, why=f", by auto: {', '.join(why)}")
+
+
+def _tried(at: Callable[[str], Plan], level: str) -> Plan | None:
+    """The plan at a level; None where the cache has no room for one sequence."""
+    try:
+        return at(level)
+    except ValueError:
+        return None
 
 
 def planned(config: EngineConfig, model) -> tuple[Plan, EngineConfig]:
@@ -152,6 +185,15 @@ def planned(config: EngineConfig, model) -> tuple[Plan, EngineConfig]:
 
 
 # ---- parts ----
+
+
+def _limit(uses: list[ModelUse], backend, share: float | None, total_bytes: int, free_bytes: int) -> tuple[int, str]:
+    """(bytes that the run may take, what they are a share of)."""
+    taken = sum(weight_bytes(use, backend) for use in uses if use.loaded)
+    part = 1.0 if share is None else share
+    if backend.name == "cuda":
+        return min(int(part * total_bytes), free_bytes + taken + CONTEXT_BYTES), gigabytes(total_bytes)
+    return taken + int(part * free_bytes), f"{gigabytes(free_bytes)} free"
 
 
 def _check_length(config: ModelConfig, engine: EngineConfig) -> None:
@@ -191,22 +233,30 @@ def _with_cache(plan: Plan, use: ModelUse, engine: EngineConfig, backend, longes
             f"the KV cache has room for {room} tokens ({blocks} blocks of {size}), less than max_model_len={length}: "
             f"lower max_model_len, or raise num_kv_blocks or gpu_memory_utilization"
         )
-    if room < length:
-        logger.warning(
-            "max_model_len is %d, not the model's own %d: the KV cache has room for %d blocks of %d tokens; "
-            "free memory or raise gpu_memory_utilization for more",
-            *(room, length, blocks, size),
-        )
     held, length = blocks * block, min(room, length)
     return replace(plan, num_kv_blocks=blocks, max_model_len=length, sleeps_cache=sleeps, kv_bytes=held)
 
 
-def _checked(plan: Plan, on_card: bool) -> Plan:
-    """The plan; ValueError on a card, a warning elsewhere, if it does not fit even where the pool wastes nothing."""
+def _say_length(plan: Plan, config: ModelConfig, engine: EngineConfig) -> None:
+    longest = engine.max_model_len or config.max_position_embeddings
+    if plan.max_model_len < longest:
+        logger.warning(
+            "max_model_len is %d, not the model's own %d: the KV cache has room for %d blocks of %d tokens; "
+            "free memory or raise gpu_memory_utilization for more",
+            *(plan.max_model_len, longest, plan.num_kv_blocks, engine.block_size),
+        )
+
+
+def _missing(plan: Plan) -> int:
+    """Bytes that the plan lacks even where the pool wastes nothing; 0 or less if it fits."""
     waste = max((item.nbytes for item in plan.items if item.name == GAPS), default=0)
-    missing = plan.peak_bytes - waste - plan.limit
-    if missing <= 0:
-        return plan
+    return plan.peak_bytes - waste - plan.limit
+
+
+def _check_room(plan: Plan, at: Callable[[str], Plan], on_card: bool) -> None:
+    """ValueError on a card, a warning elsewhere, if the plan does not fit."""
+    if _missing(plan) <= 0:
+        return
     phase = max(plan.phases, key=plan.phase_bytes, default="rollout")
     held = [item for item in plan.items if item.phase in ("always", phase)]
     if plan.kv_bytes and not (plan.sleeps_cache and phase == "training"):
@@ -215,23 +265,30 @@ def _checked(plan: Plan, on_card: bool) -> Plan:
     message = (
         f"this run needs {gigabytes(plan.peak_bytes)} of memory and may take {gigabytes(plan.limit)}; largest: "
         + ", ".join(f"{item.name} {gigabytes(item.nbytes)}" for item in largest)
-        + f"; {_ways_out(phase, plan)}"
+        + f"; {_leaner_level(phase, plan, at)}{_ways_out(phase, plan)}"
     )
     if on_card:
         raise ValueError(message)
     logger.warning("%s", message)
-    return plan
+
+
+def _leaner_level(phase: str, plan: Plan, at: Callable[[str], Plan]) -> str:
+    """The way out by gradient_checkpointing, if one is left."""
+    leaner = LEVELS[LEVELS.index(plan.level) + 1 :] if phase == "training" else ()
+    plans = {level: _tried(at, level) for level in leaner}
+    fitting = [level for level, other in plans.items() if other is not None and _missing(other) <= 0]
+    if fitting:
+        return f"set gradient_checkpointing={fitting[0]}, or "
+    return f"set gradient_checkpointing={leaner[-1]} and " if leaner else ""
 
 
 def _ways_out(phase: str, plan: Plan) -> str:
-    first, last, ways = "", "take a smaller dtype", []
+    last, ways = "take a smaller dtype", []
     if phase == "training":
         ways = ["max_tokens_per_batch"]
-        if not any("one layer again" in item.name and item.nbytes for item in plan.items):
-            first = "set gradient_checkpointing, or "
     if plan.share is not None:
         ways += ["max_num_seqs", "max_model_len", "num_kv_blocks"]
     if any("AdamW's moments" in item.name and item.nbytes for item in plan.items):
         last += ", a leaner optimizer_state or offload_optimizer"
     share = "" if plan.share in (None, 1.0) else ", or raise gpu_memory_utilization"
-    return f"{first}lower {', '.join(ways)}, or {last}{share}"
+    return f"lower {', '.join(ways)}, or {last}{share}"

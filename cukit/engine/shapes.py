@@ -124,33 +124,45 @@ def lasting_items(uses, backend, ranks) -> list[Item]:
 
 @dataclass(frozen=True)
 class LayerBytes:
-    """Bytes a token of one layer: kept between layers with recomputation, kept without, and taken for a moment by the
-    backward pass.
+    """Bytes a token of one layer, for each level of gradient_checkpointing (docs/MEMORY.md has the sums).
+
+    kept: from the forward pass until the backward pass. again: what a layer that is computed again holds beside that.
+    passing: the most that the backward pass holds for a moment beside both, in a layer that is at least as wide within
+    as attention is.
     """
 
-    residual: int
-    saved: int
-    gradients: int
+    kept: dict[str, int]
+    again: dict[str, int]
+    passing: dict[str, int]
 
     @classmethod
     def of(cls, config: ModelConfig, dtype: np.dtype, precise: np.dtype) -> LayerBytes:
         hidden, width = config.hidden_size, config.intermediate_size
         queries = config.num_attention_heads * config.head_dim
         qkv = queries + 2 * config.num_key_value_heads * config.head_dim
-        # What the rules of ops/ hold: two norms (their output, which the product after it holds, and the sum), qkv
-        # before and after rope, attention's output, gate and up, and their product.
-        saved = 4 * hidden + 2 * qkv + queries + 3 * width
+        # What the rules of ops/ hold: the residual stream before each half, the outputs of products and of attention …
+        products = 2 * hidden + qkv + queries + 2 * width
+        # … and what is cheap to make again: two norms' outputs, q and k after rope, silu's output.
+        cheap = 2 * hidden + qkv + width
         statistics = 2 + config.num_attention_heads  # rstd of two norms, the log-sum-exp
         if config.qk_norm:
             statistics += config.num_attention_heads + config.num_key_value_heads
-        gradients = max(3 * width + 2 * hidden, 2 * qkv + queries + hidden)
-        size = dtype.itemsize
-        one = precise.itemsize
-        return cls(hidden * size + one, saved * size + statistics * one, gradients * size)
+        # On the way back through silu: the gradients of the residual stream and of silu's input and output. Its output is
+        # gone by then, or just made again.
+        passing = {"none": hidden + 2 * width, "selective": hidden + 4 * width, "full": hidden + 2 * width}
+        size, one = dtype.itemsize, precise.itemsize
+        whole, stream = (products + cheap) * size + statistics * one, hidden * size + one
+        return cls(
+            kept={"none": whole, "selective": products * size + statistics * one, "full": stream},
+            again={"none": 0, "selective": 0, "full": whole - stream},
+            passing={level: numbers * size for level, numbers in passing.items()},
+        )
 
 
-def training_items(uses, backend, tokens, gradient_checkpointing, micro_batches, ranks) -> list[Item]:
-    """The items of the moment at which training holds most; models are trained in passes of their own."""
+def training_items(uses, backend, tokens, level, micro_batches, ranks) -> list[Item]:
+    """The items of the moment at which training holds most; models are trained in passes of their own. level: of
+    gradient_checkpointing.
+    """
     gradients = sum(
         -(-_trained_numbers(use) // ranks) * use.gradient_bytes * (backend.dtype_of(use.dtype).itemsize // 4 or 1)
         for use in uses
@@ -159,27 +171,28 @@ def training_items(uses, backend, tokens, gradient_checkpointing, micro_batches,
     moments = []
     for use in uses:
         if use.trained:
-            found = _moments(use, backend, tokens, gradient_checkpointing, micro_batches > 1, gradients)
+            found = _moments(use, backend, tokens, level, micro_batches > 1, gradients)
             moments += [[Item(f"{use.name}: {name}", nbytes, "training") for name, nbytes in one] for one in found]
     return max(moments, key=lambda items: sum(item.nbytes for item in items))
 
 
-def _moments(use, backend, tokens, gradient_checkpointing, gradients_stay, gradients):
+def _moments(use, backend, tokens, level, gradients_stay, gradients):
     """(name, bytes) of what is held at each moment that may be the peak of a forward and backward pass."""
     config, dtype = use.config, backend.dtype_of(use.dtype)
     layer = LayerBytes.of(config, dtype, backend.accumulator(dtype))
     layers, hidden = config.num_hidden_layers, tokens * config.hidden_size * dtype.itemsize
-    kept = tokens * (layer.residual if gradient_checkpointing else layer.saved)
-    one_layer = tokens * (layer.saved if gradient_checkpointing else 0)
-    # The pool cannot use the arrays kept between layers again for weights' gradients, since their sizes differ. It can
-    # use those of whole layers.
-    gaps = ("gaps where activations were", (layers - 1) * kept if gradient_checkpointing else 0)
+    kept = tokens * layer.kept[level]
+    # The pool cannot use the arrays kept between layers again for weights' gradients, since their sizes differ, nor all
+    # that a layer leaves which is computed again. It can use those of whole layers.
+    passing_by = tokens * layer.passing[level]
+    gaps = ("gaps where activations were", (layers - 1) * kept + passing_by if level == "full" else 0)
     head_gradient = config.vocab_size * config.hidden_size * use.gradient_bytes * use.head
     first = gradients if gradients_stay else min(gradients, head_gradient)
     head = min(HEAD_ROWS, tokens) * config.vocab_size * dtype.itemsize * HEAD_CHUNKS * use.head
     # The embedding's output, the last norm's sum and output; the chosen rows and their gradient.
     ends = ("activations at both ends", 5 * hidden)
-    recomputed, passing = ("one layer again", one_layer), ("gradients of activations", tokens * layer.gradients)
+    recomputed = ("one layer again", tokens * layer.again[level])
+    passing = ("gradients of activations", passing_by)
     return [
         [("activations", layers * kept), ends, ("logits", head), ("weights' gradients", first)],
         [("activations", layers * kept), ends, recomputed, passing, ("weights' gradients", first)],

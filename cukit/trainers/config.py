@@ -8,7 +8,7 @@ import math
 from typing import Any, ClassVar
 
 from ..datasets.config import RowOptions
-from ..models.config import DTYPES
+from ..models.config import DTYPES, LEVELS, LEVELS_OF_BOOLS
 from ..options import (
     LARGEST_SEED,
     Options,
@@ -60,8 +60,13 @@ class TrainerConfig(Options):
     max_tokens_per_batch: int = option(
         16384, "most tokens in one forward pass; only splits the work", group="device and memory"
     )
-    gradient_checkpointing: bool = option(
-        True, "recompute activations in the backward pass to save memory", group="device and memory"
+    gradient_checkpointing: str = option(
+        "full",
+        "what the backward pass makes again to save memory: nothing, what is cheap, or all but the stream between "
+        "layers; auto: the fastest that fits; true is full, false none",
+        (*LEVELS, "auto"),
+        "device and memory",
+        bools=(LEVELS_OF_BOOLS[False], LEVELS_OF_BOOLS[True]),
     )
     optimizer_state: str = option(
         "float32",

@@ -80,7 +80,6 @@ class PPOTrainer(PolicyTrainer):
             for name, view in critic.parts().items():
                 if name in own:
                     view[...] = own[name]
-        critic.gradient_checkpointing = self.args.gradient_checkpointing
         return critic
 
     def _critic_config(self, policy: ModelConfig) -> ModelConfig:

@@ -88,7 +88,6 @@ class Trainer(Steps):
             self.tokenizer = processing_class or Tokenizer.from_folder(*tokenizer_folders(folder))
             model = self.load_model(folder, device, dtype)
         put_adapter(model, args, self.model_name)
-        model.gradient_checkpointing = args.gradient_checkpointing
         model.limit_vocabulary(self.tokenizer.vocab_size)
         self.models = self.make_models(model)
         self.train_rows = self.read_rows(train_dataset, "train_dataset")
@@ -100,6 +99,9 @@ class Trainer(Steps):
             raise ValueError(f"eval_strategy={args.evaluates} needs an eval_dataset")
         self.total_steps = self.count_steps()
         self.plan = self.plan_memory()
+        for trained in self.models.values():
+            if isinstance(trained.model, Decoder):
+                trained.model.gradient_checkpointing = self.plan.level
         self.global_step, self.num_tokens = 0, 0
         self.evaluations: list[tuple[int, dict]] = []
         self.evaluation_due = False

@@ -13,6 +13,7 @@ from cukit.engine import memory
 from cukit.engine.config import EngineConfig
 from cukit.engine.memory import plan_memory
 from cukit.engine.shapes import CONTEXT_BYTES, ModelUse, block_bytes, parameter_counts
+from cukit.models.config import LEVELS
 from engine.shapes import GB, SHAPE, bytes_of, card, cpu
 
 LARGER = replace(SHAPE, hidden_size=2048, intermediate_size=6144)  # Qwen3-1.7B
@@ -56,7 +57,7 @@ def test_an_adapter_is_trained_alone():
 
 
 def test_one_pass_an_update_holds_few_gradients_beside_the_activations():
-    one, many = (planned(micro_batches=count, gradient_checkpointing=False) for count in (1, 2))
+    one, many = (planned(micro_batches=count, gradient_checkpointing="none") for count in (1, 2))
     vocabulary = SHAPE.vocab_size * SHAPE.hidden_size * 4
     assert bytes_of(one, "weights' gradients") == vocabulary < bytes_of(many, "weights' gradients")
     # few tokens: the peak is the end of the backward pass, with all gradients
@@ -67,10 +68,11 @@ def test_one_pass_an_update_holds_few_gradients_beside_the_activations():
 
 def test_recomputation_and_fewer_tokens_hold_less():
     peaks = [
-        planned(max_tokens_per_batch=tokens, gradient_checkpointing=again).peak_bytes
-        for tokens, again in ((16_384, False), (8_192, False), (16_384, True), (8_192, True), (1, True))
-    ]
-    assert peaks == sorted(peaks, reverse=True) and peaks[0] > 2 * peaks[2]
+        planned(max_tokens_per_batch=tokens, gradient_checkpointing=level).peak_bytes
+        for tokens, level in ((16_384, "none"), (16_384, "selective"), (8_192, "none"), (8_192, "selective"),
+                              (16_384, "full"), (8_192, "full"), (1, "full"))
+    ]  # fmt: skip
+    assert peaks == sorted(peaks, reverse=True) and peaks[0] > 2 * peaks[4]
     assert planned(longest_sequence=20_000) == planned(max_tokens_per_batch=20_000)  # a longer row stands alone
 
 
@@ -170,7 +172,7 @@ def test_e7_the_cpu_takes_a_share_of_what_is_free_and_four_gigabytes_of_cache_at
 @pytest.mark.parametrize(
     ("engine", "options", "words"),
     [
-        (EngineConfig(), {"gradient_checkpointing": False}, "set gradient_checkpointing"),
+        (EngineConfig(), {"gradient_checkpointing": "none"}, "; set gradient_checkpointing=full, or lower max_tokens"),
         (EngineConfig(), {"max_tokens_per_batch": 131_072}, "lower max_tokens_per_batch"),
         (None, {"max_tokens_per_batch": 262_144}, "lower max_tokens_per_batch"),
         (EngineConfig(num_kv_blocks=20_000), {}, "num_kv_blocks"),
@@ -226,7 +228,7 @@ def test_every_shape_has_a_plan_at_random():
         )
         uses = [ModelUse("policy", config, "bfloat16", bool(generator.integers(2)))]
         options = {"max_tokens_per_batch": int(generator.integers(1, 40_000))}
-        options["gradient_checkpointing"] = bool(generator.integers(2))
+        options["gradient_checkpointing"] = generator.choice([*LEVELS, "auto"])
         try:
             plan = plan_memory(uses, engine, card(int(generator.uniform(2, 90) * GB)), **options)
         except ValueError as error:

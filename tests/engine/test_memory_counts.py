@@ -8,15 +8,17 @@ from types import FunctionType, ModuleType, SimpleNamespace
 import numpy as np
 import pytest
 
+from cukit import autograd
 from cukit.autograd import Parameter, Tensor, no_grad
 from cukit.engine import shapes
 from cukit.engine.config import EngineConfig
 from cukit.engine.memory import plan_memory
 from cukit.engine.shapes import CONTEXT_BYTES, ModelUse, block_bytes, parameter_counts
 from cukit.models.attend import PackedCausal
-from cukit.models.config import ModelConfig
+from cukit.models.config import LEVELS, ModelConfig
 from cukit.models.decoder import Decoder
-from cukit.ops import lm_head_logprobs
+from cukit.ops import index_rows, lm_head_logprobs
+from engine.meter import Ghost, Meter
 from engine.shapes import GB, SHAPE, card, cpu
 
 SMALL = dict(
@@ -71,23 +73,56 @@ def arrays_held(*tensors) -> dict[int, np.ndarray]:
     return found
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("config", SHAPES_OF_ALL_KINDS, ids=["qwen3", "qwen2", "llama"])
-def test_activations_are_counted_as_the_tape_holds_them(config, checkpointing):
+def test_activations_are_counted_as_the_tape_holds_them(config, level):
     """Two depths, so that what lies at both ends of the model does not matter."""
     tokens, held = 50, []
     for layers in (2, 5):
         model = Decoder(replace(config, num_hidden_layers=layers), cpu, "bfloat16")
         model.init_weights(0)
-        model.gradient_checkpointing = checkpointing
+        model.gradient_checkpointing = level
         ids = np.arange(tokens, dtype=np.int32)
         hidden = model.forward(ids, ids, PackedCausal(np.array([0, tokens], np.int32)))
         own = {id(parameter.data) for parameter in model.parameters()} | {id(table) for table in model._rope}
         own |= {id(parameter.data.base) for parameter in model.parameters()}
         held.append(sum(array.nbytes for key, array in arrays_held(hidden).items() if key not in own))
     layer = shapes.LayerBytes.of(config, cpu.dtype_of("bfloat16"), np.dtype(np.float32))
-    counted = 3 * tokens * (layer.residual if checkpointing else layer.saved)
-    assert held[1] - held[0] == counted
+    assert held[1] - held[0] == 3 * tokens * layer.kept[level]
+
+
+def peak_of_a_backward_pass(config, level, tokens, monkeypatch) -> tuple[Meter, int]:
+    """The meter of a pass through a decoder without its head, and the bytes before it; gradients are there already."""
+    monkeypatch.setattr(autograd, "backend_of", lambda array: array.meter)
+    meter = Meter()
+    model = Decoder(config, meter, "bfloat16")
+    model.gradient_checkpointing = level
+    for parameter in model.parameters():
+        parameter.grad_buffer()
+    ids = meter.array(np.zeros(tokens, np.int32))
+    before = meter.live
+    rows = index_rows(model.forward(ids, ids, PackedCausal(ids)), ids)
+    rows.backward(Ghost(meter, rows.shape, rows.dtype))
+    return meter, before
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("config", [*SHAPES_OF_ALL_KINDS, SHAPE], ids=["qwen3", "qwen2", "llama", "qwen3-0.6b"])
+def test_the_peak_of_a_backward_pass_is_the_plans(config, level, monkeypatch):
+    """To the byte, at the size of a real run; the rows of the result and their gradient are held beside."""
+    tokens = 22_784
+    meter, before = peak_of_a_backward_pass(config, level, tokens, monkeypatch)
+    layer = shapes.LayerBytes.of(config, cpu.dtype_of("bfloat16"), np.dtype(np.float32))
+    rows = 2 * tokens * config.hidden_size * 2
+    counted = tokens * (config.num_hidden_layers * layer.kept[level] + layer.again[level] + layer.passing[level])
+    assert meter.peak - before == counted + rows, meter.at_peak
+
+
+def test_numbers_a_token_of_each_level():
+    """Qwen3-0.6B: C 1024, qkv 4096, queries 2048, F 3072."""
+    layer = shapes.LayerBytes.of(SHAPE, cpu.dtype_of("bfloat16"), np.dtype(np.float32))
+    statistics = 4 * (2 + 16 + 24)
+    assert layer.kept == {"none": 2 * 23_552 + statistics, "selective": 2 * 14_336 + statistics, "full": 2 * 1024 + 4}
 
 
 def test_the_head_holds_one_chunk_of_logits_and_its_gradient(monkeypatch):
@@ -130,7 +165,7 @@ def test_the_head_holds_one_chunk_of_logits_and_its_gradient(monkeypatch):
 def test_t1_is_within_two_percent_of_what_was_measured():
     """22,784 tokens in one pass, bfloat16 with float32 master weights: 42.60 GB of arrays at the highest point."""
     use = ModelUse("policy", SHAPE, "bfloat16", trained=True, master_bytes=4)  # the masters of that commit
-    sizes = {"max_tokens_per_batch": 22_784, "micro_batches": 1, "gradient_checkpointing": False}
+    sizes = {"max_tokens_per_batch": 22_784, "micro_batches": 1, "gradient_checkpointing": "none"}
     plan = plan_memory([use], None, card(), **sizes)
     gaps = sum(item.nbytes for item in plan.items if "gaps" in item.name)
     assert abs((plan.peak_bytes - gaps - CONTEXT_BYTES) / 42.60e9 - 1) < 0.02
@@ -157,7 +192,8 @@ def test_e16_the_drivers_peak_lies_within_the_promise_of_the_plan(name, config, 
         blocks = 12 * 10**9 // block_bytes(config, cpu.dtype_of("bfloat16"), 16)
         engine = EngineConfig(max_model_len=1024, max_num_seqs=512, num_kv_blocks=blocks)
     use = ModelUse("policy", config, "bfloat16", trained=True, master_bytes=4)
-    plan = plan_memory([use], engine, card(150 * GB), gradient_checkpointing=recompute, **sizes)
+    level = "full" if recompute else "none"
+    plan = plan_memory([use], engine, card(150 * GB), gradient_checkpointing=level, **sizes)
     assert 0.90 < seen / plan.peak_bytes < 1.03, name
 
 
