@@ -142,8 +142,9 @@ class LayerBytes:
         qkv = queries + 2 * config.num_key_value_heads * config.head_dim
         # What the rules of ops/ hold: the residual stream before each half, the outputs of products and of attention …
         products = 2 * hidden + qkv + queries + 2 * width
-        # … and what is cheap to make again: two norms' outputs, q and k after rope, silu's output.
-        cheap = 2 * hidden + qkv + width
+        # … and what is cheap to make again: two norms' outputs, silu's output, and qkv after norm and rope. Without a norm
+        # qkv is kept after rope alone.
+        cheap = 2 * hidden + width + (qkv if config.qk_norm else 0)
         statistics = 2 + config.num_attention_heads  # rstd of two norms, the log-sum-exp
         if config.qk_norm:
             statistics += config.num_attention_heads + config.num_key_value_heads
