@@ -49,7 +49,7 @@ CONTRACT = {
         "set_exact",
     ),
     "loss": ("token_logprobs_backward", "token_logprobs_forward"),
-    "memory": ("Reservation", "memory_info"),
+    "memory": ("Reservation", "limit_memory", "memory_info", "memory_limit"),
     "norm": ("add_rms_norm_backward", "add_rms_norm_forward", "rms_norm_backward", "rms_norm_forward"),
     "optimizer": ("adamw_step", "adamw_step_blocks", "store_weights", "sum_in_order", "sums_of_squares"),
     "paged_attention": (

@@ -4,7 +4,7 @@ their options.
 
 from pathlib import Path
 
-from ..engine.config import EngineConfig
+from ..engine.config import EngineConfig, MemoryOptions
 from ..models.config import DTYPES
 from ..options import Options, check_choices, check_range, nested, option, require
 from ..trainers.lora_config import LoraOptions
@@ -27,6 +27,7 @@ class BenchOptions(Options):
     device: str = option("auto", "where to run", ("auto", "cpu", "cuda"))
     dtype: str = option("auto", "weights and activations; auto: bfloat16 on cuda, float32 on cpu", DTYPES)
     seed: int = option(0, "seed of weights, tokens and lengths")
+    memory: MemoryOptions = nested(MemoryOptions)
 
     def __post_init__(self) -> None:
         check_choices(self)

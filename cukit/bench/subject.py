@@ -7,6 +7,7 @@ from types import ModuleType
 import numpy as np
 
 from ..backend import backend_for
+from ..engine.memory import hold_memory
 from ..models.adapters import Adapter
 from ..models.config import ModelConfig
 from ..models.decoder import Decoder
@@ -78,6 +79,7 @@ class Subject:
 def choose_subject(options) -> Subject:
     """The subject that model, device and dtype of the options name; ValueError if there is none."""
     backend = backend_for(options.device)
+    hold_memory(backend, options.memory.nbytes)
     dtype = backend.dtype_of(options.dtype)
     name = options.model or ("tiny" if backend.name == "cpu" else "qwen3-0.6b")
     if name in SHAPES:

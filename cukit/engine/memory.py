@@ -15,7 +15,7 @@ import logging
 from dataclasses import dataclass, replace
 
 from ..models.config import ModelConfig
-from ..options import changed
+from ..options import changed, say_once
 from .config import EngineConfig
 from .shapes import (
     CONTEXT_BYTES,
@@ -42,11 +42,12 @@ SLEEP_GAIN = 1.4
 PACKED_BYTES = 40  # of one token of a packed batch: ids, positions, mask, and float32 columns
 LARGEST = 4  # items that an error names
 GAPS = "gaps in the pool"
+MEMORY_LIMIT = "memory_limit"
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run will hold. limit: bytes that it may take: gpu_memory_utilization (share) of share_of."""
+    """What a run will hold. limit: bytes that it may take, by the option `rule` (empty: what the device has)."""
 
     items: tuple[Item, ...]
     limit: int
@@ -54,8 +55,8 @@ class Plan:
     max_model_len: int = 0
     sleeps_cache: bool = False
     kv_bytes: int = 0
-    share: float | None = None  # None without an engine
-    share_of: str = ""
+    share: float | None = None  # gpu_memory_utilization; None without an engine
+    rule: str = ""
 
     def phase_bytes(self, phase: str) -> int:
         """Bytes in "rollout" or "training", with what lasts."""
@@ -65,6 +66,11 @@ class Plan:
     @property
     def phases(self) -> list[str]:
         return [phase for phase in ("rollout", "training") if any(item.phase == phase for item in self.items)]
+
+    @property
+    def share_option(self) -> str:
+        """The option that sets the limit."""
+        return MEMORY_LIMIT if self.rule == MEMORY_LIMIT else "gpu_memory_utilization"
 
     @property
     def peak_bytes(self) -> int:
@@ -82,8 +88,8 @@ class Plan:
         items.sort(key=lambda item: (order[item.phase], -item.nbytes))
         lines = [f"{item.phase:<9}{gigabytes(item.nbytes):>11}  {item.name}" for item in items if item.nbytes]
         lines += [f"{'peak':<9}{gigabytes(self.phase_bytes(phase)):>11}  {phase}" for phase in self.phases]
-        share = "" if self.share is None else f" (gpu_memory_utilization {self.share:g} of {self.share_of})"
-        lines.append(f"{'left':<9}{gigabytes(self.limit - self.peak_bytes):>11}  of {gigabytes(self.limit)}{share}")
+        rule = f" ({self.rule})" if self.rule else ""
+        lines.append(f"{'left':<9}{gigabytes(self.limit - self.peak_bytes):>11}  of {gigabytes(self.limit)}{rule}")
         return "\n".join(lines)
 
 
@@ -104,6 +110,7 @@ def plan_memory(
     ranks: int = 1,
     total_bytes: int | None = None,
     free_bytes: int | None = None,
+    memory_limit: int | None = None,
 ) -> Plan:
     """The plan of a run with these models; the engine (None: there is none) runs the first of them.
 
@@ -111,11 +118,12 @@ def plan_memory(
     as activations go. longest_sequence: of the run's sequences, prompt and completion together. packed_tokens: of a
     generation batch that stays on the device. ranks: processes among which gradients and optimizer states are divided.
     total_bytes, free_bytes: of the device, asked of the backend by default; free is what is not taken yet.
+    memory_limit: bytes that this process may take in all; by default the backend's.
 
     The cache holds max_num_seqs sequences of max_model_len, or what is left. gpu_memory_utilization is the share of the
     device's whole memory that this process may take for everything (vLLM's meaning); on a CPU the share of the free
-    memory that may be taken beyond what is loaded, with a cache of CPU_CACHE_BYTES at most. Where the cache is smaller
-    than a default max_model_len, that is lowered, with a warning.
+    memory that may be taken beyond what is loaded, with a cache of CPU_CACHE_BYTES at most. Of it and memory_limit the
+    smaller rules. Where the cache is smaller than a default max_model_len, that is lowered, with a warning.
 
     ValueError for a max_model_len that does not fit, and on a card for a run that does not.
     """
@@ -138,11 +146,22 @@ def plan_memory(
         limit, whole = min(int(share * total_bytes), free_bytes + taken + CONTEXT_BYTES), gigabytes(total_bytes)
     else:
         limit, whole = taken + int(share * free_bytes), f"{gigabytes(free_bytes)} free"
-    plan = Plan(tuple(items), limit, share=None if engine is None else share, share_of=whole)
+    rule = "" if engine is None else f"gpu_memory_utilization {share:g} of {whole}"
+    memory_limit = backend.memory_limit() if memory_limit is None else memory_limit
+    if memory_limit is not None and memory_limit < limit:
+        limit, rule = memory_limit, MEMORY_LIMIT
+    plan = Plan(tuple(items), limit, share=None if engine is None else share, rule=rule)
     plan = _checked(plan, on_card)
     if engine is not None:
         plan = _checked(_with_cache(plan, uses[0], engine, backend, longest_sequence), on_card)
     return plan
+
+
+def hold_memory(backend, nbytes: int | None) -> None:
+    """Hold this process to memory_limit; None: no limit."""
+    backend.limit_memory(nbytes)
+    if nbytes is not None and backend.name == "cpu":
+        say_once(logger, "memory_limit bounds the plan alone on a CPU: the system may give this process more")
 
 
 def planned(config: EngineConfig, model) -> tuple[Plan, EngineConfig]:
@@ -189,13 +208,13 @@ def _with_cache(plan: Plan, use: ModelUse, engine: EngineConfig, backend, longes
     if room < length and engine.max_model_len is not None:
         raise ValueError(
             f"the KV cache has room for {room} tokens ({blocks} blocks of {size}), less than max_model_len={length}: "
-            f"lower max_model_len, or raise num_kv_blocks or gpu_memory_utilization"
+            f"lower max_model_len, or raise num_kv_blocks or {plan.share_option}"
         )
     if room < length:
         logger.warning(
             "max_model_len is %d, not the model's own %d: the KV cache has room for %d blocks of %d tokens; "
-            "free memory or raise gpu_memory_utilization for more",
-            *(room, length, blocks, size),
+            "free memory or raise %s for more",
+            *(room, length, blocks, size, plan.share_option),
         )
     held, length = blocks * block, min(room, length)
     return replace(plan, num_kv_blocks=blocks, max_model_len=length, sleeps_cache=sleeps, kv_bytes=held)
@@ -233,5 +252,5 @@ def _ways_out(phase: str, plan: Plan) -> str:
         ways += ["max_num_seqs", "max_model_len", "num_kv_blocks"]
     if any("AdamW's moments" in item.name and item.nbytes for item in plan.items):
         last += ", a leaner optimizer_state or offload_optimizer"
-    share = "" if plan.share in (None, 1.0) else ", or raise gpu_memory_utilization"
+    share = f", or raise {plan.share_option}" if plan.rule == MEMORY_LIMIT or plan.share not in (None, 1.0) else ""
     return f"{first}lower {', '.join(ways)}, or {last}{share}"

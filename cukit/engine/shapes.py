@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ..backend import backend_for
+from ..backend.card import CONTEXT_BYTES as CONTEXT_BYTES
 from ..models.adapter_config import AdapterConfig
 from ..models.adapters import adapter_sizes
 from ..models.config import ModelConfig
@@ -15,7 +16,6 @@ from ..models.decoder import Layer
 from .config import EngineConfig
 
 MIB = 1 << 20
-CONTEXT_BYTES = 700 * MIB  # the CUDA context, loaded kernels, cuBLAS's own memory; on an H100
 WORKSPACE_BYTES = 32 * MIB  # WORKSPACE_BYTES in backend/cuda/cublas.py
 SLAB_BYTES = 32 * MIB  # SLAB_BYTES of the arena that captured steps take their memory from
 CHUNK_KEYS = 256  # a decode step keeps one partial result for so many keys

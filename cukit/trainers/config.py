@@ -8,6 +8,7 @@ import math
 from typing import Any, ClassVar
 
 from ..datasets.config import RowOptions
+from ..engine.config import MemoryOptions
 from ..models.config import DTYPES
 from ..options import (
     LARGEST_SEED,
@@ -109,6 +110,7 @@ class TrainerConfig(Options):
     eval_strategy: str = option("no", "when to evaluate during training", ("no", "steps", "epoch"), "evaluation")
     eval_steps: int | None = option(None, "steps between evaluations (eval_strategy=steps)", group="evaluation")
     eval_on_start: bool = option(False, "evaluate before the first and after the last step", group="evaluation")
+    memory: MemoryOptions = nested(MemoryOptions)
     lora: LoraOptions = nested(LoraOptions)
     best: BestModelOptions = nested(BestModelOptions)
     rows: RowOptions = nested(RowOptions)

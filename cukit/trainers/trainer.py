@@ -14,11 +14,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
+from ..backend import backend_for
 from ..backend.states import MOMENT_BYTES
 from ..datasets.columns import dataset_rows
 from ..datasets.sampler import EpochSampler
 from ..engine.config import EngineConfig
-from ..engine.memory import Plan, plan_memory
+from ..engine.memory import Plan, hold_memory, plan_memory
 from ..engine.shapes import ModelUse, adapted
 from ..models.decoder import Decoder
 from ..models.weights import load_model, model_folder, save_model, tokenizer_folders
@@ -78,6 +79,7 @@ class Trainer(Steps):
             chosen if chosen != "auto" else given for chosen, given in ((device, args.device), (dtype, args.dtype))
         )
         self.model_name = None if isinstance(model, Decoder) else str(model)
+        hold_memory(model.backend if isinstance(model, Decoder) else backend_for(device), args.memory.nbytes)
         if isinstance(model, Decoder):
             if processing_class is None:
                 raise ValueError("a model that is already loaded needs its tokenizer: give processing_class")
@@ -172,6 +174,7 @@ class Trainer(Steps):
             self.model.backend,
             max_tokens_per_batch=most,
             gradient_checkpointing=self.args.gradient_checkpointing,
+            memory_limit=self.args.memory.nbytes,
             **sizes,
         )
 
