@@ -49,7 +49,14 @@ CONTRACT = {
         "set_exact",
     ),
     "loss": ("token_logprobs_backward", "token_logprobs_forward"),
-    "memory": ("Reservation", "limit_memory", "memory_info", "memory_limit"),
+    "memory": (
+        "Reservation",
+        "free_unused_memory",
+        "limit_memory",
+        "memory_info",
+        "memory_limit",
+        "memory_taken",
+    ),
     "norm": ("add_rms_norm_backward", "add_rms_norm_forward", "rms_norm_backward", "rms_norm_forward"),
     "optimizer": ("adamw_step", "adamw_step_blocks", "store_weights", "sum_in_order", "sums_of_squares"),
     "paged_attention": (

@@ -29,6 +29,14 @@ SHAPES = {
     "qwen3-0.6b": QWEN3 | dict(hidden_size=1024, intermediate_size=3072, num_hidden_layers=28),
     "qwen3-1.7b": QWEN3 | dict(hidden_size=2048, intermediate_size=6144, num_hidden_layers=28),
     "qwen3-4b": QWEN3 | dict(hidden_size=2560, intermediate_size=9728, num_hidden_layers=36, num_attention_heads=32),
+    "qwen3-8b": QWEN3
+    | dict(
+        hidden_size=4096,
+        intermediate_size=12288,
+        num_hidden_layers=36,
+        num_attention_heads=32,
+        tie_word_embeddings=False,
+    ),
     "smollm2-135m": dict(
         architectures=["LlamaForCausalLM"],
         vocab_size=49152,

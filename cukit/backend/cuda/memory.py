@@ -25,6 +25,19 @@ def memory_info() -> tuple[int, int]:
     return free + cp.get_default_memory_pool().free_bytes(), total
 
 
+def memory_taken() -> int:
+    """Bytes of the device that are taken by the driver's count: by this process, its CUDA context and what its pool
+    holds unused included, and by others.
+    """
+    free, total = cp.cuda.runtime.memGetInfo()
+    return total - free
+
+
+def free_unused_memory() -> None:
+    """Give what the pool holds and nothing uses back to the driver."""
+    _free_unused_memory()
+
+
 def limit_memory(nbytes: int | None) -> None:
     """From now on this process takes at most `nbytes` of the card, CUDA context and libraries included; None: all that
     there is. What would take more ends in a MemoryError.
