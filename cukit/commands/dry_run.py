@@ -3,11 +3,13 @@
 It loads no weights and makes no engine: the model's config.json and tokenizer are enough.
 """
 
+from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import yaml
 
+from ..engine.config import EngineConfig
 from ..options import stated_values
 from ..trainers.config import TrainerConfig
 
@@ -17,19 +19,27 @@ def show_training(trainer_class: Any, args: TrainerConfig, read: dict[str, str])
     trainer = without_weights(trainer_class, args, read)
     _print_options(read | stated_values(args))
     print(f"# steps: {trainer.count_steps()}")
-    _print_plan(trainer.plan_memory(), trainer.model)
+    _show_plan(trainer.model, trainer.plan_memory, trainer.search_options, args.memory.nbytes is not None)
 
 
 def show_engine(options: Any, model: str) -> None:
     """For commands that only generate."""
+    from ..engine.fitting import GENERATION, search
     from ..engine.memory import plan_memory
     from ..engine.shapes import ModelUse
 
     limit = options.memory.nbytes
     shape = model_shape(model, options.device, options.dtype, limit)
     _print_options(stated_values(options))
-    uses = [ModelUse("model", shape.config, shape.dtype)]
-    _print_plan(plan_memory(uses, options.engine, shape.backend, memory_limit=limit), shape)
+
+    def plan(engine: EngineConfig, quiet: bool = False) -> Any:
+        uses = [ModelUse("model", shape.config, shape.dtype)]
+        return plan_memory(uses, engine, shape.backend, memory_limit=limit, quiet=quiet)
+
+    def tried() -> Any:
+        return search(options.engine, lambda engine: plan(engine, quiet=True), GENERATION)
+
+    _show_plan(shape, lambda: plan(options.engine), tried, limit is not None)
 
 
 def without_weights(trainer_class: Any, args: TrainerConfig, read: dict[str, str]) -> Any:
@@ -73,8 +83,24 @@ def _print_options(values: dict[str, Any]) -> None:
     print(yaml.safe_dump(given, sort_keys=False, allow_unicode=True), end="")
 
 
-def _print_plan(plan: Any, shape: Any) -> None:
+def _show_plan(shape: Any, plan: Callable[[], Any], tried: Callable[[], Any], with_options: bool) -> None:
+    """The plan; where it does not fit, or with_options, which options would make it fit. DoesNotFit comes through."""
+    from ..engine.memory import DoesNotFit
+
     if not isinstance(shape.backend, ModuleType):
         print(f"# memory on a GPU that is not here, with weights in {shape.dtype.name}:")
-    for line in plan.table().splitlines():
+    try:
+        found, fault = plan(), None
+    except DoesNotFit as error:
+        found, fault = error.plan, error
+    _print_comment(found.table())
+    if shape.backend.name != "cpu" and (fault or with_options):
+        search = tried()
+        _print_comment(search.table())
+        if fault:
+            raise DoesNotFit(f"{fault}; {search.line()}", found)
+
+
+def _print_comment(text: str) -> None:
+    for line in text.splitlines():
         print(f"# {line}".rstrip())

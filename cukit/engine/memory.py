@@ -45,6 +45,14 @@ GAPS = "gaps in the pool"
 MEMORY_LIMIT = "memory_limit"
 
 
+class DoesNotFit(ValueError):
+    """A run that cannot fit. plan: what it would hold, with a cache or without."""
+
+    def __init__(self, message: str, plan: Plan):
+        super().__init__(message)
+        self.plan = plan
+
+
 @dataclass(frozen=True)
 class Plan:
     """What a run will hold. limit: bytes that it may take, by the option `rule` (empty: what the device has)."""
@@ -76,6 +84,11 @@ class Plan:
     def peak_bytes(self) -> int:
         """What the driver will count at the most, as far as shapes tell."""
         return max(map(self.phase_bytes, self.phases), default=self.phase_bytes("rollout"))
+
+    @property
+    def least_bytes(self) -> int:
+        """The peak where the pool wastes nothing."""
+        return self.peak_bytes - max((item.nbytes for item in self.items if item.name == GAPS), default=0)
 
     def table(self) -> str:
         """A line an item: phase, bytes, name; then the phases' sums and what is left."""
@@ -111,6 +124,7 @@ def plan_memory(
     total_bytes: int | None = None,
     free_bytes: int | None = None,
     memory_limit: int | None = None,
+    quiet: bool = False,
 ) -> Plan:
     """The plan of a run with these models; the engine (None: there is none) runs the first of them.
 
@@ -123,9 +137,10 @@ def plan_memory(
     The cache holds max_num_seqs sequences of max_model_len, or what is left. gpu_memory_utilization is the share of the
     device's whole memory that this process may take for everything (vLLM's meaning); on a CPU the share of the free
     memory that may be taken beyond what is loaded, with a cache of CPU_CACHE_BYTES at most. Of it and memory_limit the
-    smaller rules. Where the cache is smaller than a default max_model_len, that is lowered, with a warning.
+    smaller rules. Where the cache is smaller than a default max_model_len, that is lowered, with a warning unless
+    quiet.
 
-    ValueError for a max_model_len that does not fit, and on a card for a run that does not.
+    DoesNotFit for a max_model_len that does not fit, and on a card for a run that does not.
     """
     if free_bytes is None or total_bytes is None:
         free_bytes, total_bytes = backend.memory_info()
@@ -153,7 +168,7 @@ def plan_memory(
     plan = Plan(tuple(items), limit, share=None if engine is None else share, rule=rule)
     plan = _checked(plan, on_card)
     if engine is not None:
-        plan = _checked(_with_cache(plan, uses[0], engine, backend, longest_sequence), on_card)
+        plan = _checked(_with_cache(plan, uses[0], engine, backend, longest_sequence, quiet), on_card)
     return plan
 
 
@@ -189,7 +204,7 @@ def _with_waste(items: list[Item], uses, backend) -> list[Item]:
     return [*items, *(Item(GAPS, nbytes, phase) for phase, nbytes in waste.items())]
 
 
-def _with_cache(plan: Plan, use: ModelUse, engine: EngineConfig, backend, longest_sequence) -> Plan:
+def _with_cache(plan: Plan, use: ModelUse, engine: EngineConfig, backend, longest_sequence, quiet: bool) -> Plan:
     """The plan with the cache's size, whether it sleeps, and the max_model_len that holds."""
     size, config = engine.block_size, use.config
     block = block_bytes(config, backend.dtype_of(use.dtype), size)
@@ -206,11 +221,12 @@ def _with_cache(plan: Plan, use: ModelUse, engine: EngineConfig, backend, longes
         sleeps = awake < blocks <= asleep
     room = blocks * size
     if room < length and engine.max_model_len is not None:
-        raise ValueError(
+        raise DoesNotFit(
             f"the KV cache has room for {room} tokens ({blocks} blocks of {size}), less than max_model_len={length}: "
-            f"lower max_model_len, or raise num_kv_blocks or {plan.share_option}"
+            f"lower max_model_len, or raise num_kv_blocks or {plan.share_option}",
+            plan,
         )
-    if room < length:
+    if room < length and not quiet:
         logger.warning(
             "max_model_len is %d, not the model's own %d: the KV cache has room for %d blocks of %d tokens; "
             "free memory or raise %s for more",
@@ -222,9 +238,7 @@ def _with_cache(plan: Plan, use: ModelUse, engine: EngineConfig, backend, longes
 
 def _checked(plan: Plan, on_card: bool) -> Plan:
     """The plan; ValueError on a card, a warning elsewhere, if it does not fit even where the pool wastes nothing."""
-    waste = max((item.nbytes for item in plan.items if item.name == GAPS), default=0)
-    missing = plan.peak_bytes - waste - plan.limit
-    if missing <= 0:
+    if plan.least_bytes <= plan.limit:
         return plan
     phase = max(plan.phases, key=plan.phase_bytes, default="rollout")
     held = [item for item in plan.items if item.phase in ("always", phase)]
@@ -237,7 +251,7 @@ def _checked(plan: Plan, on_card: bool) -> Plan:
         + f"; {_ways_out(phase, plan)}"
     )
     if on_card:
-        raise ValueError(message)
+        raise DoesNotFit(message, plan)
     logger.warning("%s", message)
     return plan
 

@@ -19,7 +19,8 @@ from ..backend.states import MOMENT_BYTES
 from ..datasets.columns import dataset_rows
 from ..datasets.sampler import EpochSampler
 from ..engine.config import EngineConfig
-from ..engine.memory import Plan, hold_memory, plan_memory
+from ..engine.fitting import TRAINING, Search, search
+from ..engine.memory import DoesNotFit, Plan, hold_memory, plan_memory
 from ..engine.shapes import ModelUse, adapted
 from ..models.decoder import Decoder
 from ..models.weights import load_model, model_folder, save_model, tokenizer_folders
@@ -101,7 +102,10 @@ class Trainer(Steps):
         elif args.evaluates != "no":
             raise ValueError(f"eval_strategy={args.evaluates} needs an eval_dataset")
         self.total_steps = self.count_steps()
-        self.plan = self.plan_memory()
+        try:
+            self.plan = self.plan_memory()
+        except DoesNotFit as error:
+            raise DoesNotFit(f"{error}; {self.search_options().line()}", error.plan) from None
         self.global_step, self.num_tokens = 0, 0
         self.evaluations: list[tuple[int, dict]] = []
         self.evaluation_due = False
@@ -177,6 +181,18 @@ class Trainer(Steps):
             memory_limit=self.args.memory.nbytes,
             **sizes,
         )
+
+    def search_options(self) -> Search:
+        """Which options would make the run fit."""
+
+        def plan_of(args: TrainerConfig) -> Plan:
+            before, self.args = self.args, args
+            try:
+                return self.plan_memory(quiet=True)
+            finally:
+                self.args = before
+
+        return search(self.args, plan_of, TRAINING)
 
     @abstractmethod
     def count_steps(self) -> int:
