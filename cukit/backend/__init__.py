@@ -49,7 +49,14 @@ CONTRACT = {
         "set_exact",
     ),
     "loss": ("token_logprobs_backward", "token_logprobs_forward"),
-    "memory": ("Reservation", "memory_info"),
+    "memory": (
+        "Reservation",
+        "free_unused_memory",
+        "limit_memory",
+        "memory_info",
+        "memory_limit",
+        "memory_taken",
+    ),
     "norm": (
         "add_rms_norm_backward",
         "add_rms_norm_backward_remade",

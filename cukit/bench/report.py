@@ -43,7 +43,8 @@ COLUMNS = {
         ("completion_tokens", "of them in the loss", "{:,}"),
         ("seconds", "s", "{:,.3f}"),
         ("tokens_per_s", "tok/s", "{:,.0f}"),
-        ("peak_gb", "peak GB", "{:,.2f}"),
+        ("peak_gb", "peak GB allocated", "{:,.2f}"),
+        ("driver_gb", "by the driver", "{:,.2f}"),
         ("note", "", "{}"),
     ),
     "grpo": (
@@ -56,7 +57,8 @@ COLUMNS = {
         ("train_seconds", "train", "{:,.3f}"),
         ("other_seconds", "other", "{:,.3f}"),
         ("largest_difference", "log-prob difference", "{:g}"),
-        ("peak_gb", "peak GB", "{:,.2f}"),
+        ("peak_gb", "peak GB allocated", "{:,.2f}"),
+        ("driver_gb", "by the driver", "{:,.2f}"),
     ),
     "ppo": (
         ("critic", "critic", "{}"),

@@ -1,5 +1,5 @@
 """bench train: a training step (log-prob loss on the completions of packed rows, backward, AdamW) at each level of
-gradient_checkpointing, and the forward pass alone.
+gradient_checkpointing, and the forward pass alone. Memory by two meters: what arrays take, and what the driver counts.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ..optim import AdamW
 from ..trainers.batch import PackedBatch, Rows
 from . import TrainBench
 from .levels import level_for
-from .measure import memory_in_use, peak_memory, seconds_of
+from .measure import DriverPeak, memory_in_use, peak_memory, seconds_of
 from .report import new_report
 from .subject import Subject, build_model, check_length, choose_subject, scale_of, scaled
 
@@ -61,7 +61,9 @@ def run(options: TrainBench) -> dict:
     rows = report["rows"]
     # from the least memory to the most, since a CPU's process only knows its highest point
     rows.append(_row("log-probs, no gradient", None, lambda: _logprobs(model, step), subject, step, options, before))
-    optimizer = AdamW(model.trained_store, LEARNING_RATE)
+    states = options.states
+    offload = states.offload_optimizer and subject.backend.name != "cpu"
+    optimizer = AdamW(model.trained_store, LEARNING_RATE, state_form=states.optimizer_state, offload=offload)
     tokens = options.max_tokens_per_batch or step.tokens
     given = options.gradient_checkpointing
     levels = LEVELS[::-1] if given is None else [level_for(given, [model], tokens, len(step.micro_batches))]
@@ -92,16 +94,20 @@ def _row(
         "tokens": step.tokens,
         "completion_tokens": step.completion_tokens,
     }
+    subject.backend.free_unused_memory()  # what the row before left
     try:
-        function()  # compiles kernels, tries products, fills pools
-        samples = [seconds_of(subject.backend, function) for _ in range(options.repeats)]
-        peak = peak_memory(subject.backend, function, before)
+        with DriverPeak(subject.backend) as driver:
+            function()  # compiles kernels, tries products, fills pools
+            samples = [seconds_of(subject.backend, function) for _ in range(options.repeats)]
+            peak = peak_memory(subject.backend, function, before)
+            driver_gb = driver.gb
     except MemoryError:  # CuPy's is one too; the rows before stay worth having
         return row | {
             "seconds": None,
             "all_seconds": [],
             "tokens_per_s": None,
             "peak_gb": None,
+            "driver_gb": None,
             "note": "out of memory: lower --max_tokens_per_batch",
         }
     seconds = statistics.median(samples)
@@ -110,6 +116,7 @@ def _row(
         "all_seconds": samples,
         "tokens_per_s": step.tokens / seconds,
         "peak_gb": peak / 1e9,
+        "driver_gb": driver_gb,
         "note": "peak of the process" if subject.backend.name == "cpu" else "",
     }
 

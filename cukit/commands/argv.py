@@ -22,9 +22,10 @@ def split_words(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """-> (values of known options, values of unknown ones), as texts.
 
-    An option takes the words up to the next option: a list several (and it may be repeated), a true-or-false option
-    none or one (also one that is a word, and true or false besides). If an option is given twice, the later counts. `--name=value` gives a value that looks like an
-    option. `plain` is the option that takes the words of no option: one, or a list all of them.
+    An option takes the words up to the next option: a list several (and it may be repeated), a true-or-false option (or
+    one of words that takes true and false too) none or one. If an option is given twice, the later counts.
+    `--name=value` gives a value that looks like an option. `plain` is the option that takes the words of no option:
+    one, or a list all of them.
     """
     found: dict[str, Any] = {}
     unknown: dict[str, Any] = {}

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from ..engine.config import EngineConfig, SamplingParams
+from ..engine.config import EngineConfig, MemoryOptions, SamplingParams
 from ..models.config import DTYPES
 from ..options import Options, changed, given_values, nested, option
 from ..runs.terminal import for_stream
@@ -42,6 +42,7 @@ class ChatOptions(Options):
     dtype: str = option(
         "auto", "weights and activations; auto: bfloat16 on cuda, float32 on cpu", DTYPES, "device and memory"
     )
+    memory: MemoryOptions = nested(MemoryOptions)
     sampling: SamplingParams = nested(SamplingParams, without=("logprobs", "n"))
     engine: EngineConfig = nested(EngineConfig, without=("seed",))
 
@@ -65,10 +66,11 @@ def ready(cls: Any, values: dict[str, Any]) -> tuple[Any, Any, str | None] | Non
     folder = model_folder(values["model"], weights=not values.get("dry_run"))
     options = make(cls, generation_defaults(tokenizer_folders(folder)[0]) | values)
     if options.dry_run:
-        show_engine(options, options.model, options.device, options.dtype, options.engine)
+        show_engine(options, options.model)
         return None
     prompt = options.prompt if options.prompt is not None or sys.stdin.isatty() else _stdin()
-    return LLM(folder, device=options.device, dtype=options.dtype, **given_values(options.engine)), options, prompt
+    device = {"device": options.device, "dtype": options.dtype, "memory_limit": options.memory.nbytes}
+    return LLM(folder, **device, **given_values(options.engine)), options, prompt
 
 
 def _stdin() -> str:

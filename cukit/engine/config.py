@@ -1,6 +1,51 @@
-"""The engine's limits, and how the completions of a prompt are drawn."""
+"""The memory that a process may take, the engine's limits, and how the completions of a prompt are drawn."""
+
+import re
+from typing import Any
 
 from ..options import LARGEST_SEED, Options, check_choices, check_range, option, require
+
+UNITS = {"": 1} | {f"{prefix}b": 1000**power for power, prefix in enumerate(("", "k", "m", "g", "t"))}
+UNITS |= {f"{prefix}ib": 1024**power for power, prefix in enumerate(("", "k", "m", "g", "t")) if prefix}
+SIZE = re.compile(r"(\d+\.?\d*(?:e\+?\d+)?|\.\d+(?:e\+?\d+)?)\s*([a-z]*)", re.IGNORECASE)
+LARGEST_SIZE = 1 << 50
+
+
+def bytes_of(size: str | int | float, name: str = "size") -> int:
+    """24GB, 22GiB, 24e9 or a number of bytes -> bytes. ValueError in one line for anything else, and for none."""
+    found = SIZE.fullmatch(str(size).strip())
+    unit = UNITS.get(found[2].lower()) if found else None
+    nbytes = float(found[1]) * unit if found and unit else 0.0
+    require(
+        1 <= nbytes <= LARGEST_SIZE, f"{name} must be bytes, with a unit or without (24GB, 22GiB, 24e9), got {size!r}"
+    )
+    return int(nbytes)
+
+
+class MemoryOptions(Options):
+    """What a process may take of its device."""
+
+    group = "device and memory"
+    memory_limit: str | None = option(
+        None,
+        "the most that this process may take of the GPU, CUDA context and libraries included: 24GB, 22GiB, 24e9; on a "
+        "CPU it bounds the plan alone",
+    )
+
+    @classmethod
+    def respelled(cls, values: dict[str, Any]) -> dict[str, Any]:
+        given = values.get("memory_limit")
+        number = isinstance(given, (int, float)) and not isinstance(given, bool)
+        return values | {"memory_limit": str(given)} if number else values
+
+    def __post_init__(self) -> None:
+        if self.memory_limit is not None:
+            bytes_of(self.memory_limit, "memory_limit")
+
+    @property
+    def nbytes(self) -> int | None:
+        """None: no limit."""
+        return None if self.memory_limit is None else bytes_of(self.memory_limit, "memory_limit")
 
 
 class EngineConfig(Options):

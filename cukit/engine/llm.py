@@ -11,14 +11,16 @@ from typing import Any, Literal, overload
 
 import numpy as np
 
+from ..backend import backend_for
 from ..models.decoder import Decoder
 from ..models.logprobs import token_logprobs
 from ..models.weights import load_model, model_folder, tokenizer_folders
 from ..options import changed
 from ..tokenizer import Tokenizer
 from .calls import CompletionOutput, Messages, Prompt, Prompts, RequestOutput, Sampling, one_each
-from .config import EngineConfig, SamplingParams
+from .config import EngineConfig, SamplingParams, bytes_of
 from .core import EngineCore, EngineStats
+from .memory import hold_memory
 from .request import Request, Sequence
 
 logger = logging.getLogger(__name__)
@@ -31,12 +33,15 @@ class LLM:
     """A model with its KV cache. Any number of threads may call it: one computes, for all.
 
     model: a Hugging Face model folder (or hub name). device: auto | cuda | cpu. dtype: auto (bfloat16 on cuda, float32
-    on cpu) | a dtype name. options: the fields of EngineConfig (max_model_len, max_num_seqs, gpu_memory_utilization,
-    enforce_eager, …).
+    on cpu) | a dtype name. options: memory_limit (the most that this process may take of the GPU: "24GB") and the
+    fields of EngineConfig (max_model_len, max_num_seqs, gpu_memory_utilization, enforce_eager, …).
     """
 
     def __init__(self, model: str | Path, device: str = "auto", dtype: str = "auto", **options: Any):
+        limit = options.pop("memory_limit", None)
         config = _engine_config(None, options)
+        if limit is not None:
+            hold_memory(backend_for(device), bytes_of(limit, "memory_limit"))
         folder = model_folder(model)
         loaded = load_model(folder, device, dtype)
         own, config_folder = tokenizer_folders(folder)
@@ -375,12 +380,11 @@ def _report_errors(requests: list[Request]) -> None:
 
 
 def _engine_config(config: EngineConfig | None, options: dict) -> EngineConfig:
-    known = EngineConfig.options()
+    known = list(EngineConfig.options())
     unknown = sorted(set(options) - set(known))
     if unknown:
-        raise ValueError(
-            f"LLM has no option {', '.join(unknown)}; options are {', '.join(['device', 'dtype', *known])}"
-        )
+        known = ["device", "dtype", "memory_limit", *known]
+        raise ValueError(f"LLM has no option {', '.join(unknown)}; options are {', '.join(known)}")
     return EngineConfig(**options) if config is None else changed(config, **options)
 
 

@@ -12,11 +12,11 @@ is the larger phase, not the sum.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ..models.config import LEVELS, ModelConfig
-from ..options import changed
+from ..options import changed, say_once
 from .config import EngineConfig
 from .shapes import (
     CONTEXT_BYTES,
@@ -43,11 +43,20 @@ SLEEP_GAIN = 1.4
 PACKED_BYTES = 40  # of one token of a packed batch: ids, positions, mask, and float32 columns
 LARGEST = 4  # items that an error names
 GAPS = "gaps in the pool"
+MEMORY_LIMIT = "memory_limit"
+
+
+class DoesNotFit(ValueError):
+    """A run that cannot fit. plan: what it would hold, with a cache or without."""
+
+    def __init__(self, message: str, plan: Plan):
+        super().__init__(message)
+        self.plan = plan
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run will hold. limit: bytes that it may take: gpu_memory_utilization (share) of share_of."""
+    """What a run will hold. limit: bytes that it may take, by the option `rule` (empty: what the device has)."""
 
     items: tuple[Item, ...]
     limit: int
@@ -55,8 +64,8 @@ class Plan:
     max_model_len: int = 0
     sleeps_cache: bool = False
     kv_bytes: int = 0
-    share: float | None = None  # None without an engine
-    share_of: str = ""
+    share: float | None = None  # gpu_memory_utilization; None without an engine
+    rule: str = ""
     level: str = ""  # of gradient_checkpointing; "" where nothing is trained
     why: str = ""  # auto took it
 
@@ -70,9 +79,19 @@ class Plan:
         return [phase for phase in ("rollout", "training") if any(item.phase == phase for item in self.items)]
 
     @property
+    def share_option(self) -> str:
+        """The option that sets the limit."""
+        return MEMORY_LIMIT if self.rule == MEMORY_LIMIT else "gpu_memory_utilization"
+
+    @property
     def peak_bytes(self) -> int:
         """What the driver will count at the most, as far as shapes tell."""
         return max(map(self.phase_bytes, self.phases), default=self.phase_bytes("rollout"))
+
+    @property
+    def least_bytes(self) -> int:
+        """The peak where the pool wastes nothing."""
+        return self.peak_bytes - max((item.nbytes for item in self.items if item.name == GAPS), default=0)
 
     def table(self) -> str:
         """A line an item: phase, bytes, name; then the phases' sums and what is left."""
@@ -87,8 +106,8 @@ class Plan:
         lines += [f"{'peak':<9}{gigabytes(self.phase_bytes(phase)):>11}  {phase}" for phase in self.phases]
         if self.level:
             lines.append(f"{'level':<9}{self.level:>11}  of gradient_checkpointing{self.why}")
-        share = "" if self.share is None else f" (gpu_memory_utilization {self.share:g} of {self.share_of})"
-        lines.append(f"{'left':<9}{gigabytes(self.limit - self.peak_bytes):>11}  of {gigabytes(self.limit)}{share}")
+        rule = f" ({self.rule})" if self.rule else ""
+        lines.append(f"{'left':<9}{gigabytes(self.limit - self.peak_bytes):>11}  of {gigabytes(self.limit)}{rule}")
         return "\n".join(lines)
 
 
@@ -101,81 +120,119 @@ def plan_memory(
     engine: EngineConfig | None,
     backend,
     *,
-    max_tokens_per_batch: int = 0,
     gradient_checkpointing: str = "full",
+    quiet: bool = False,
+    **sizes: Any,
+) -> Plan:
+    """The plan of a run with these models; the engine (None: there is none) runs the first of them.
+
+    gradient_checkpointing: its level, or "auto" for the fastest that fits and takes nothing from the cache. quiet: no
+    warning. sizes: what plan_at_level takes besides.
+
+    DoesNotFit for a max_model_len that does not fit, and on a card for a run that does not.
+    """
+
+    def tried(level: str) -> tuple[Plan, bool]:
+        try:
+            return plan_at_level(uses, engine, backend, level, True, **sizes), True
+        except DoesNotFit as error:
+            return error.plan, False
+
+    level, why = gradient_checkpointing, ""
+    if level == "auto":
+        level, why = _fastest({level: tried(level) for level in LEVELS})
+    try:
+        plan = plan_at_level(uses, engine, backend, level, quiet, **sizes)
+    except DoesNotFit as error:
+        for leaner in () if quiet else LEVELS[LEVELS.index(level) + 1 :]:
+            if tried(leaner)[1]:
+                raise DoesNotFit(f"{error}, or set gradient_checkpointing={leaner}", error.plan) from None
+        raise
+    return replace(plan, why=why) if plan.level else plan
+
+
+def _fastest(plans: dict[str, tuple[Plan, bool]]) -> tuple[str, str]:
+    """The first level whose plan fits, gaps included, and leaves the cache as it is at the last level; else the last.
+    And why. plans: of all levels, and whether they fit where the pool wastes nothing.
+    """
+    leanest, why = plans[LEVELS[-1]][0], []
+    for level in LEVELS[:-1]:
+        plan, fits = plans[level]
+        if not fits or plan.peak_bytes > plan.limit:
+            why.append(f"{level} needs {gigabytes(plan.peak_bytes)}")
+        elif (plan.kv_bytes, plan.sleeps_cache) != (leanest.kv_bytes, leanest.sleeps_cache):
+            why.append(f"{level} takes memory from the KV cache")
+        else:
+            return level, f", by auto: {'; '.join([*why, 'the fastest that fits'])}"
+    return LEVELS[-1], f", by auto: {'; '.join(why)}"
+
+
+def plan_at_level(
+    uses: list[ModelUse],
+    engine: EngineConfig | None,
+    backend,
+    level: str,
+    quiet: bool = False,
+    *,
+    max_tokens_per_batch: int = 0,
     micro_batches: int = 2,
     longest_sequence: int | None = None,
     packed_tokens: int = 0,
     ranks: int = 1,
     total_bytes: int | None = None,
     free_bytes: int | None = None,
+    memory_limit: int | None = None,
 ) -> Plan:
-    """The plan of a run with these models; the engine (None: there is none) runs the first of them.
+    """plan_memory() at a level of gradient_checkpointing.
 
-    max_tokens_per_batch: of a training forward pass. gradient_checkpointing: its level, or "auto" for the fastest that
-    fits without taking anything from the cache. micro_batches: passes an update; with one, gradients appear only as
-    activations go. longest_sequence: of the run's sequences, prompt and completion together. packed_tokens: of a
+    max_tokens_per_batch: of a training forward pass. micro_batches: passes an update; with one, gradients appear only
+    as activations go. longest_sequence: of the run's sequences, prompt and completion together. packed_tokens: of a
     generation batch that stays on the device. ranks: processes among which gradients and optimizer states are divided.
     total_bytes, free_bytes: of the device, asked of the backend by default; free is what is not taken yet.
+    memory_limit: bytes that this process may take in all; by default the backend's.
 
     The cache holds max_num_seqs sequences of max_model_len, or what is left. gpu_memory_utilization is the share of the
     device's whole memory that this process may take for everything (vLLM's meaning); on a CPU the share of the free
-    memory that may be taken beyond what is loaded, with a cache of CPU_CACHE_BYTES at most. Where the cache is smaller
-    than a default max_model_len, that is lowered, with a warning.
-
-    ValueError for a max_model_len that does not fit, and on a card for a run that does not.
+    memory that may be taken beyond what is loaded, with a cache of CPU_CACHE_BYTES at most. Of it and memory_limit the
+    smaller rules. Where the cache is smaller than a default max_model_len, that is lowered, with a warning unless
+    quiet.
     """
     if free_bytes is None or total_bytes is None:
         free_bytes, total_bytes = backend.memory_info()
-    on_card, share = backend.name == "cuda", None if engine is None else engine.gpu_memory_utilization
-    limit, whole = _limit(uses, backend, share, total_bytes, free_bytes)
+    on_card, share = backend.name == "cuda", 1.0 if engine is None else engine.gpu_memory_utilization
+    items = lasting_items(uses, backend, ranks)
+    if on_card:
+        items += [Item("CUDA context and kernels", CONTEXT_BYTES), Item("cuBLAS workspace", WORKSPACE_BYTES)]
+    if any(use.trained for use in uses):
+        tokens = backend.row_bucket(max(max_tokens_per_batch, longest_sequence or 0))
+        items += training_items(uses, backend, tokens, level, micro_batches, ranks)
+        items.append(Item("packed batch", packed_tokens * PACKED_BYTES))
     if engine is not None:
         _check_length(uses[0].config, engine)
-    trains = any(use.trained for use in uses)
-    tokens = backend.row_bucket(max(max_tokens_per_batch, longest_sequence or 0)) if trains else 0
-
-    def at(level: str) -> Plan:
-        items = lasting_items(uses, backend, ranks)
-        if on_card:
-            items += [Item("CUDA context and kernels", CONTEXT_BYTES), Item("cuBLAS workspace", WORKSPACE_BYTES)]
-        if trains:
-            items += training_items(uses, backend, tokens, level, micro_batches, ranks)
-            items.append(Item("packed batch", packed_tokens * PACKED_BYTES))
-        if engine is not None:
-            items += rollout_items(uses[0], engine, backend)
-        items = _with_waste(items, uses, backend) if on_card else items
-        plan = Plan(tuple(items), limit, share=share, share_of=whole, level=level if trains else "")
-        if engine is None or (on_card and _missing(plan) > 0):
-            return plan
-        return _with_cache(plan, uses[0], engine, backend, longest_sequence)
-
-    plan = _fastest(at) if gradient_checkpointing == "auto" and trains else at(gradient_checkpointing)
-    _check_room(plan, at, on_card)
+        items += rollout_items(uses[0], engine, backend)
+    items = _with_waste(items, uses, backend) if on_card else items
+    taken = sum(weight_bytes(use, backend) for use in uses if use.loaded)
+    if on_card:
+        limit, whole = min(int(share * total_bytes), free_bytes + taken + CONTEXT_BYTES), gigabytes(total_bytes)
+    else:
+        limit, whole = taken + int(share * free_bytes), f"{gigabytes(free_bytes)} free"
+    rule = "" if engine is None else f"gpu_memory_utilization {share:g} of {whole}"
+    memory_limit = backend.memory_limit() if memory_limit is None else memory_limit
+    if memory_limit is not None and memory_limit < limit:
+        limit, rule = memory_limit, MEMORY_LIMIT
+    level = level if any(use.trained for use in uses) else ""
+    plan = Plan(tuple(items), limit, share=None if engine is None else share, rule=rule, level=level)
+    plan = _checked(plan, on_card, quiet)
     if engine is not None:
-        _say_length(plan, uses[0].config, engine)
+        plan = _checked(_with_cache(plan, uses[0], engine, backend, longest_sequence, quiet), on_card, quiet)
     return plan
 
 
-def _fastest(at: Callable[[str], Plan]) -> Plan:
-    """The plan at the first level that fits and leaves the cache as it is at the last one; else at the last."""
-    leanest, why = at(LEVELS[-1]), []
-    for level in LEVELS[:-1]:
-        plan = _tried(at, level)
-        if plan is None or plan.peak_bytes > plan.limit:
-            why.append(f"{level} would need {'more' if plan is None else gigabytes(plan.peak_bytes)}")
-        elif (plan.num_kv_blocks, plan.sleeps_cache) != (leanest.num_kv_blocks, leanest.sleeps_cache):
-            why.append(f"{level} would take memory from the KV cache")
-        else:
-            return replace(plan, why=f", by auto: {', '.join([*why, 'this is the fastest that fits'])}")
-    return replace(leanest, why=f", by auto: {', '.join(why)}")
-
-
-def _tried(at: Callable[[str], Plan], level: str) -> Plan | None:
-    """The plan at a level; None where the cache has no room for one sequence."""
-    try:
-        return at(level)
-    except ValueError:
-        return None
+def hold_memory(backend, nbytes: int | None) -> None:
+    """Hold this process to memory_limit; None: no limit."""
+    backend.limit_memory(nbytes)
+    if nbytes is not None and backend.name == "cpu":
+        say_once(logger, "memory_limit bounds the plan alone on a CPU: the system may give this process more")
 
 
 def planned(config: EngineConfig, model) -> tuple[Plan, EngineConfig]:
@@ -185,15 +242,6 @@ def planned(config: EngineConfig, model) -> tuple[Plan, EngineConfig]:
 
 
 # ---- parts ----
-
-
-def _limit(uses: list[ModelUse], backend, share: float | None, total_bytes: int, free_bytes: int) -> tuple[int, str]:
-    """(bytes that the run may take, what they are a share of)."""
-    taken = sum(weight_bytes(use, backend) for use in uses if use.loaded)
-    part = 1.0 if share is None else share
-    if backend.name == "cuda":
-        return min(int(part * total_bytes), free_bytes + taken + CONTEXT_BYTES), gigabytes(total_bytes)
-    return taken + int(part * free_bytes), f"{gigabytes(free_bytes)} free"
 
 
 def _check_length(config: ModelConfig, engine: EngineConfig) -> None:
@@ -212,7 +260,7 @@ def _with_waste(items: list[Item], uses, backend) -> list[Item]:
     return [*items, *(Item(GAPS, nbytes, phase) for phase, nbytes in waste.items())]
 
 
-def _with_cache(plan: Plan, use: ModelUse, engine: EngineConfig, backend, longest_sequence) -> Plan:
+def _with_cache(plan: Plan, use: ModelUse, engine: EngineConfig, backend, longest_sequence, quiet: bool) -> Plan:
     """The plan with the cache's size, whether it sleeps, and the max_model_len that holds."""
     size, config = engine.block_size, use.config
     block = block_bytes(config, backend.dtype_of(use.dtype), size)
@@ -229,34 +277,25 @@ def _with_cache(plan: Plan, use: ModelUse, engine: EngineConfig, backend, longes
         sleeps = awake < blocks <= asleep
     room = blocks * size
     if room < length and engine.max_model_len is not None:
-        raise ValueError(
+        raise DoesNotFit(
             f"the KV cache has room for {room} tokens ({blocks} blocks of {size}), less than max_model_len={length}: "
-            f"lower max_model_len, or raise num_kv_blocks or gpu_memory_utilization"
+            f"lower max_model_len, or raise num_kv_blocks or {plan.share_option}",
+            plan,
+        )
+    if room < length and not quiet:
+        logger.warning(
+            "max_model_len is %d, not the model's own %d: the KV cache has room for %d blocks of %d tokens; "
+            "free memory or raise %s for more",
+            *(room, length, blocks, size, plan.share_option),
         )
     held, length = blocks * block, min(room, length)
     return replace(plan, num_kv_blocks=blocks, max_model_len=length, sleeps_cache=sleeps, kv_bytes=held)
 
 
-def _say_length(plan: Plan, config: ModelConfig, engine: EngineConfig) -> None:
-    longest = engine.max_model_len or config.max_position_embeddings
-    if plan.max_model_len < longest:
-        logger.warning(
-            "max_model_len is %d, not the model's own %d: the KV cache has room for %d blocks of %d tokens; "
-            "free memory or raise gpu_memory_utilization for more",
-            *(plan.max_model_len, longest, plan.num_kv_blocks, engine.block_size),
-        )
-
-
-def _missing(plan: Plan) -> int:
-    """Bytes that the plan lacks even where the pool wastes nothing; 0 or less if it fits."""
-    waste = max((item.nbytes for item in plan.items if item.name == GAPS), default=0)
-    return plan.peak_bytes - waste - plan.limit
-
-
-def _check_room(plan: Plan, at: Callable[[str], Plan], on_card: bool) -> None:
-    """ValueError on a card, a warning elsewhere, if the plan does not fit."""
-    if _missing(plan) <= 0:
-        return
+def _checked(plan: Plan, on_card: bool, quiet: bool) -> Plan:
+    """The plan; ValueError on a card, a warning elsewhere, if it does not fit even where the pool wastes nothing."""
+    if plan.least_bytes <= plan.limit:
+        return plan
     phase = max(plan.phases, key=plan.phase_bytes, default="rollout")
     held = [item for item in plan.items if item.phase in ("always", phase)]
     if plan.kv_bytes and not (plan.sleeps_cache and phase == "training"):
@@ -265,21 +304,13 @@ def _check_room(plan: Plan, at: Callable[[str], Plan], on_card: bool) -> None:
     message = (
         f"this run needs {gigabytes(plan.peak_bytes)} of memory and may take {gigabytes(plan.limit)}; largest: "
         + ", ".join(f"{item.name} {gigabytes(item.nbytes)}" for item in largest)
-        + f"; {_leaner_level(phase, plan, at)}{_ways_out(phase, plan)}"
+        + f"; {_ways_out(phase, plan)}"
     )
     if on_card:
-        raise ValueError(message)
-    logger.warning("%s", message)
-
-
-def _leaner_level(phase: str, plan: Plan, at: Callable[[str], Plan]) -> str:
-    """The way out by gradient_checkpointing, if one is left."""
-    leaner = LEVELS[LEVELS.index(plan.level) + 1 :] if phase == "training" else ()
-    plans = {level: _tried(at, level) for level in leaner}
-    fitting = [level for level, other in plans.items() if other is not None and _missing(other) <= 0]
-    if fitting:
-        return f"set gradient_checkpointing={fitting[0]}, or "
-    return f"set gradient_checkpointing={leaner[-1]} and " if leaner else ""
+        raise DoesNotFit(message, plan)
+    if not quiet:
+        logger.warning("%s", message)
+    return plan
 
 
 def _ways_out(phase: str, plan: Plan) -> str:
@@ -290,5 +321,5 @@ def _ways_out(phase: str, plan: Plan) -> str:
         ways += ["max_num_seqs", "max_model_len", "num_kv_blocks"]
     if any("AdamW's moments" in item.name and item.nbytes for item in plan.items):
         last += ", a leaner optimizer_state or offload_optimizer"
-    share = "" if plan.share in (None, 1.0) else ", or raise gpu_memory_utilization"
+    share = f", or raise {plan.share_option}" if plan.rule == MEMORY_LIMIT or plan.share not in (None, 1.0) else ""
     return f"lower {', '.join(ways)}, or {last}{share}"

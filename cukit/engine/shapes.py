@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ..backend import backend_for
+from ..backend.card import CONTEXT_BYTES as CONTEXT_BYTES
 from ..models.adapter_config import AdapterConfig
 from ..models.adapters import adapter_sizes
 from ..models.config import ModelConfig
@@ -15,7 +16,6 @@ from ..models.decoder import Layer
 from .config import EngineConfig
 
 MIB = 1 << 20
-CONTEXT_BYTES = 700 * MIB  # the CUDA context, loaded kernels, cuBLAS's own memory; on an H100
 WORKSPACE_BYTES = 32 * MIB  # WORKSPACE_BYTES in backend/cuda/cublas.py
 SLAB_BYTES = 32 * MIB  # SLAB_BYTES of the arena that captured steps take their memory from
 CHUNK_KEYS = 256  # a decode step keeps one partial result for so many keys
@@ -142,14 +142,14 @@ class LayerBytes:
         qkv = queries + 2 * config.num_key_value_heads * config.head_dim
         # What the rules of ops/ hold: the residual stream before each half, the outputs of products and of attention …
         products = 2 * hidden + qkv + queries + 2 * width
-        # … and what is cheap to make again: two norms' outputs, silu's output, and qkv after norm and rope. Without a norm
-        # qkv is kept after rope alone.
+        # … and what is cheap to make again: two norms' outputs, silu's output, and qkv after its norm and rope. Without
+        # that norm it is kept after rope alone.
         cheap = 2 * hidden + width + (qkv if config.qk_norm else 0)
         statistics = 2 + config.num_attention_heads  # rstd of two norms, the log-sum-exp
         if config.qk_norm:
             statistics += config.num_attention_heads + config.num_key_value_heads
-        # On the way back through silu: the gradients of the residual stream and of silu's input and output. Its output is
-        # gone by then, or just made again.
+        # On the way back through silu: the gradients of the residual stream and of silu's input and output. Its output
+        # is gone by then, or just made again.
         passing = {"none": hidden + 2 * width, "selective": hidden + 4 * width, "full": hidden + 2 * width}
         size, one = dtype.itemsize, precise.itemsize
         whole, stream = (products + cheap) * size + statistics * one, hidden * size + one

@@ -54,9 +54,9 @@ class MLP(Module):
 
 
 class Layer(Module):
-    """One block, between two norms. It takes its input after the input norm, beside the residual stream, and ends before
-    its last product, mlp.down_proj: a layer that is computed again need not repeat that. The norm that comes next (the
-    next layer's, or the final one) makes the block's last addition.
+    """One block, between two norms. It takes its input after the input norm, beside the residual stream, and ends
+    before its last product, mlp.down_proj: a layer that is computed again need not repeat that. The norm that comes
+    next (the next layer's, or the final one) makes the block's last addition.
     """
 
     def __init__(self, config: ModelConfig, backend, dtype, layer_index: int):

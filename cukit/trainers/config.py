@@ -8,6 +8,7 @@ import math
 from typing import Any, ClassVar
 
 from ..datasets.config import RowOptions
+from ..engine.config import MemoryOptions
 from ..models.config import DTYPES, LEVELS, LEVELS_OF_BOOLS
 from ..options import (
     LARGEST_SEED,
@@ -21,6 +22,8 @@ from ..options import (
 )
 from .evaluation_config import BestModelOptions
 from .lora_config import LoraOptions
+from .memory_config import OPTIMIZER_STATES as OPTIMIZER_STATES
+from .memory_config import StateOptions
 
 logger = logging.getLogger(__name__)
 EXCLUSIVE: tuple[tuple[str, ...], ...] = (
@@ -29,7 +32,6 @@ EXCLUSIVE: tuple[tuple[str, ...], ...] = (
     ("eval_strategy", "eval_steps"),
     ("dtype", "bf16", "fp16"),
 )
-OPTIMIZER_STATES = ("float32", "bfloat16", "int8")
 DASHBOARDS = ("trackio", "wandb", "tensorboard")
 SCHEDULES = ("linear", "cosine", "constant", "constant_with_warmup")
 
@@ -68,17 +70,7 @@ class TrainerConfig(Options):
         "device and memory",
         bools=(LEVELS_OF_BOOLS[False], LEVELS_OF_BOOLS[True]),
     )
-    optimizer_state: str = option(
-        "float32",
-        "AdamW's two moments of matrices: float32 (8 bytes a parameter), bfloat16 (4) or int8 (2)",
-        OPTIMIZER_STATES,
-        "device and memory",
-    )
-    offload_optimizer: bool = option(
-        False,
-        "keep AdamW's moments and master weights in the host's memory, a layer's on the GPU while it is updated",
-        group="device and memory",
-    )
+    states: StateOptions = nested(StateOptions)
     seed: int = option(42, "seed of initial weights, data order and sampling")
     learning_rate: float = option(5e-5, "peak learning rate of AdamW")
     lr_scheduler_type: str = option("linear", "learning rate after the warm-up", SCHEDULES)
@@ -114,6 +106,7 @@ class TrainerConfig(Options):
     eval_strategy: str = option("no", "when to evaluate during training", ("no", "steps", "epoch"), "evaluation")
     eval_steps: int | None = option(None, "steps between evaluations (eval_strategy=steps)", group="evaluation")
     eval_on_start: bool = option(False, "evaluate before the first and after the last step", group="evaluation")
+    memory: MemoryOptions = nested(MemoryOptions)
     lora: LoraOptions = nested(LoraOptions)
     best: BestModelOptions = nested(BestModelOptions)
     rows: RowOptions = nested(RowOptions)

@@ -14,11 +14,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
+from ..backend import backend_for
 from ..backend.states import MOMENT_BYTES
 from ..datasets.columns import dataset_rows
 from ..datasets.sampler import EpochSampler
 from ..engine.config import EngineConfig
-from ..engine.memory import Plan, plan_memory
+from ..engine.fitting import TRAINING, Search, search
+from ..engine.memory import DoesNotFit, Plan, hold_memory, plan_memory
 from ..engine.shapes import ModelUse, adapted
 from ..models.decoder import Decoder
 from ..models.weights import load_model, model_folder, save_model, tokenizer_folders
@@ -78,6 +80,7 @@ class Trainer(Steps):
             chosen if chosen != "auto" else given for chosen, given in ((device, args.device), (dtype, args.dtype))
         )
         self.model_name = None if isinstance(model, Decoder) else str(model)
+        hold_memory(model.backend if isinstance(model, Decoder) else backend_for(device), args.memory.nbytes)
         if isinstance(model, Decoder):
             if processing_class is None:
                 raise ValueError("a model that is already loaded needs its tokenizer: give processing_class")
@@ -98,7 +101,10 @@ class Trainer(Steps):
         elif args.evaluates != "no":
             raise ValueError(f"eval_strategy={args.evaluates} needs an eval_dataset")
         self.total_steps = self.count_steps()
-        self.plan = self.plan_memory()
+        try:
+            self.plan = self.plan_memory()
+        except DoesNotFit as error:
+            raise DoesNotFit(f"{error}; {self.search_options().line()}", error.plan) from None
         for trained in self.models.values():
             if isinstance(trained.model, Decoder):
                 trained.model.gradient_checkpointing = self.plan.level
@@ -174,8 +180,21 @@ class Trainer(Steps):
             self.model.backend,
             max_tokens_per_batch=most,
             gradient_checkpointing=self.args.gradient_checkpointing,
+            memory_limit=self.args.memory.nbytes,
             **sizes,
         )
+
+    def search_options(self) -> Search:
+        """Which options would make the run fit."""
+
+        def plan_of(args: TrainerConfig) -> Plan:
+            before, self.args = self.args, args
+            try:
+                return self.plan_memory(quiet=True)
+            finally:
+                self.args = before
+
+        return search(self.args, plan_of, TRAINING)
 
     @abstractmethod
     def count_steps(self) -> int:

@@ -22,7 +22,9 @@ def test_against_numpy(rows, width):
 def test_what_is_remade_has_the_bits_of_the_forward_pass(rows, width, dtype):
     """And the gradient those of the kernel that writes it alone; gates beyond what a sigmoid tells apart too."""
     be = backend_for("cuda")
-    gate_up, dy = (be.array(x.astype(be.dtype_of(dtype))) for x in (normal(rows, 2 * width, scale=30), normal(rows, width)))
+    gate_up, dy = (
+        be.array(x.astype(be.dtype_of(dtype))) for x in (normal(rows, 2 * width, scale=30), normal(rows, width))
+    )
     dgate_up, y = be.silu_mul_backward_remade(dy, gate_up)
     assert be.to_numpy(y).tobytes() == be.to_numpy(be.silu_mul_forward(gate_up)).tobytes()
     assert be.to_numpy(dgate_up).tobytes() == be.to_numpy(be.silu_mul_backward(dy, gate_up)).tobytes()

@@ -41,9 +41,7 @@ def test_backward(rows, cols):
 def test_what_is_remade_has_the_bits_of_the_forward_pass(rows, cols, dtype):
     """And the gradients those of the kernel that writes them alone."""
     be = backend_for("cuda")
-    x, residual, dy, dsummed = (
-        be.array(normal(rows, cols, seed=seed).astype(be.dtype_of(dtype))) for seed in range(4)
-    )
+    x, residual, dy, dsummed = (be.array(normal(rows, cols, seed=seed).astype(be.dtype_of(dtype))) for seed in range(4))
     w = be.array(statistics(cols, around=1, scale=0.1))
     y, summed, rstd = be.add_rms_norm_forward(x, residual, w, 1e-6)
     for other in (dsummed, None):

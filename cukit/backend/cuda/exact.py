@@ -24,10 +24,12 @@ import logging
 import cupy as cp
 import numpy as np
 
+from ..card import next_bucket
 from .constants import source_constant
 from .cublas import gemm
 from .device import empty
 from .loader import load
+from .pool import malloc
 
 logger = logging.getLogger(__name__)
 TILE, THREADS = source_constant("linear", "TILE"), source_constant("linear", "THREADS")
@@ -57,16 +59,6 @@ def set_policy(policy: str):
             f"first model runs in a process, or keep exact={_policy}"
         )
     _policy = policy
-
-
-def next_bucket(rows: int) -> int:
-    """The smallest row count of the list that is at least `rows`: powers of two to 64, then steps of 64, 128, 256 and
-    512.
-    """
-    if rows <= 64:
-        return 1 << max(rows - 1, 0).bit_length()
-    step = 64 if rows <= 256 else 128 if rows <= 1024 else 256 if rows <= 4096 else 512
-    return -(-rows // step) * step
 
 
 def choose_product(rows: int, out_features: int, in_features: int, dtype, biased: bool):
@@ -126,7 +118,7 @@ def _is_equal(weight, bucket) -> bool:
                 f"it once outside first"
             )
         # not from the memory of a captured step, which would keep what is needed once
-        with cp.cuda.Stream.null, cp.cuda.using_allocator(cp.get_default_memory_pool().malloc):
+        with cp.cuda.Stream.null, cp.cuda.using_allocator(malloc):
             found = _equal[weight, bucket] = _compare(*weight, bucket)
     return found
 

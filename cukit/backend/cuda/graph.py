@@ -13,6 +13,7 @@ import logging
 import cupy as cp
 
 from .loader import CHECK
+from .pool import malloc
 
 logger = logging.getLogger(__name__)
 ALIGNMENT = 512
@@ -162,4 +163,4 @@ class _Range:
 
 def _default_slab(size):
     with cp.cuda.Stream.null:  # the pool of this stream holds the blocks that training used before
-        return cp.get_default_memory_pool().malloc(size)
+        return malloc(size)
