@@ -1,4 +1,7 @@
-"""No level of gradient_checkpointing changes a bit: of the losses, of any gradient, in any dtype, with any head."""
+"""No level of gradient_checkpointing changes a bit: of the losses, of any gradient, in any dtype, with any head.
+
+The same on a GPU: tests/gpu/test_levels.py.
+"""
 
 from pathlib import Path
 
@@ -6,7 +9,7 @@ import numpy as np
 import pytest
 
 from cukit.models.adapter_config import TARGETS, AdapterConfig
-from cukit.models.adapters import Adapter
+from cukit.models.adapters import WAYS, Adapter
 from cukit.models.config import LEVELS
 from cukit.models.logprobs import pack_tokens, packed_logprobs
 from cukit.models.scores import packed_scores, score_rows
@@ -14,6 +17,7 @@ from cukit.models.weights import load_model
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 DTYPES = ("bfloat16", "float32", "float16")
+NAMES = ("qwen3_tiny", "qwen2_tiny", "llama_tiny")
 # two micro-batches, whose gradients add up
 BATCHES = [[[5, 9, 50, 7, 3], [8, 1, 2]], [list(range(3, 40))]]
 ADAPTERS = {
@@ -52,8 +56,18 @@ def assert_one_set_of_bits(model):
     assert all(other == first for other in others)
 
 
+def adapted(config, way: str, device: str, dtype: str):
+    model = load_model(GOLDEN / "qwen2_tiny", device=device, dtype=dtype)
+    adapter = Adapter(model, config, way)
+    for index, (name, view) in enumerate(adapter.parts().items()):
+        if "lora_B" in name:  # zeros at first, and A then has no gradient
+            adapter.backend.fill_normal(view, index, 0.1)
+    adapter.refresh()
+    return model
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", ["qwen3_tiny", "qwen2_tiny", "llama_tiny"])
+@pytest.mark.parametrize("name", NAMES)
 def test_language_models(name, dtype):
     assert_one_set_of_bits(load_model(GOLDEN / name, dtype=dtype))
 
@@ -64,16 +78,10 @@ def test_models_of_scores(dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("way", ["beside", "merged"])
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("config", ADAPTERS.values(), ids=ADAPTERS)
 def test_adapters(config, way, dtype):
-    model = load_model(GOLDEN / "qwen2_tiny", dtype=dtype)
-    adapter = Adapter(model, config, way)
-    for name, view in adapter.parts().items():  # B is zeros at first, and A then has no gradient
-        if "lora_B" in name:
-            view[...] = np.random.default_rng(len(name)).normal(size=view.shape) * 0.1
-    adapter.refresh()
-    assert_one_set_of_bits(model)
+    assert_one_set_of_bits(adapted(config, way, "cpu", dtype))
 
 
 def test_a_model_takes_levels_and_bools():

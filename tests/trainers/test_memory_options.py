@@ -6,6 +6,7 @@ import pytest
 
 from cukit.backend.states import MOMENT_BYTES
 from cukit.engine.memory import plan_memory
+from cukit.models.config import LEVELS
 from cukit.trainers import config as options
 from cukit.trainers import trainer as loop
 
@@ -91,3 +92,34 @@ def test_offloading_on_a_cpu_changes_nothing_and_says_so_once(make_sft, caplog, 
 def test_an_unknown_form_is_refused(make_sft):
     with pytest.raises(ValueError, match="optimizer_state must be one of float32, bfloat16, int8, got 'int4'"):
         make_sft(optimizer_state="int4")
+
+
+# ---- gradient_checkpointing ----
+
+
+@pytest.mark.parametrize("make", ["make_sft", "make_grpo", "make_ppo"])
+def test_levels_change_no_bit_of_a_run(request, make):
+    """Of weights in bfloat16 and of what is logged."""
+    runs = [request.getfixturevalue(make)(dtype="bfloat16", gradient_checkpointing=level) for level in LEVELS]
+    for run, level in zip(runs, LEVELS):
+        assert run.model.gradient_checkpointing == run.plan.level == level
+        run.train()
+    for run in runs[1:]:
+        assert_equal_weights(run, runs[0])
+        assert logged(run, "loss") == logged(runs[0], "loss")
+
+
+def test_auto_takes_the_level_of_the_plan_and_says_so(make_sft, make_ppo, caplog, monkeypatch):
+    with caplog.at_level(logging.INFO, "cukit"):
+        trainer = make_sft(gradient_checkpointing="auto", max_steps=1)
+        trainer.train()
+    assert trainer.model.gradient_checkpointing == trainer.plan.level == "none", "this machine has memory for it"
+    (memory,) = [record.getMessage() for record in caplog.records if record.getMessage().startswith("memory:")]
+    assert "none  of gradient_checkpointing, by auto: the fastest that fits" in memory
+    monkeypatch.setattr(
+        loop, "plan_memory", lambda *args, **more: plan_memory(*args, **more, total_bytes=10**9, free_bytes=0)
+    )
+    for trainer in (make_sft(gradient_checkpointing="auto"), make_ppo(gradient_checkpointing="auto", critic="separate")):
+        levels = {one.model.gradient_checkpointing for one in trainer.models.values()}
+        assert levels == {trainer.plan.level} == {"full"} and "selective needs" in trainer.plan.why
+
