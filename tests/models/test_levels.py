@@ -46,8 +46,9 @@ def bits(model, level: str) -> dict[str, bytes]:
         loss.backward()
         found[f"loss {number}"] = model.backend.to_numpy(loss.data).tobytes()
     for parameter in model.trained_store.parameters:
-        found[parameter.name] = model.backend.to_numpy(parameter.grad).tobytes()
-        assert any(found[parameter.name]), parameter.name
+        gradient = model.backend.to_numpy(parameter.grad)
+        assert gradient.shape == parameter.shape and gradient.any(), parameter.name
+        found[parameter.name] = gradient.tobytes()
     return found
 
 
