@@ -143,7 +143,8 @@ ROWS: tuple[Row, ...] = (
     ),
     *_not_yet("other optimizers", "optim_args", "optim_target_modules"),
     *_not_needed(
-        "gradient checkpointing has levels, and no variants besides", "gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"
+        "gradient checkpointing has levels, and no variants besides",
+        *("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"),
     ),
     *_not_needed("the mean over all learnt tokens of an optimizer batch is the loss", loss_type=("nll", "chunked_nll")),
     *_not_needed("means are over the whole optimizer batch", "average_tokens_across_devices"),

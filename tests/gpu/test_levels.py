@@ -1,6 +1,6 @@
 """The levels of gradient_checkpointing on a GPU: one set of bits, and memory as the planner counts it. Run there:
 
-    pytest -m gpu tests/gpu/test_levels.py -s
+pytest -m gpu tests/gpu/test_levels.py -s
 """
 
 import gc
@@ -66,7 +66,7 @@ def test_the_widths_of_qwen3_06b(dtype):
 
 
 def test_memory_is_what_the_planner_counts():
-    """Of what arrays take at the highest moment, what differs between levels; 12 layers, so that they decide the peak."""
+    """Of what arrays take at the highest moment, what differs between levels; 12 layers decide where that is."""
     import cupy
 
     be, layers, tokens = backend_for("cuda"), 12, 8192
@@ -82,9 +82,7 @@ def test_memory_is_what_the_planner_counts():
         cupy.get_default_memory_pool().free_all_blocks()
         peaks[level] = peak_memory(be, lambda: step(model, rows), memory_in_use(be))
     one = LayerBytes.of(SHAPE, be.dtype_of("bfloat16"), np.dtype(np.float32))
-    planned = {
-        level: tokens * (layers * one.kept[level] + one.again[level] + one.passing[level]) for level in LEVELS
-    }
+    planned = {level: tokens * (layers * one.kept[level] + one.again[level] + one.passing[level]) for level in LEVELS}
     print({level: (peaks[level] / 1e9, planned[level] / 1e9) for level in LEVELS})
     for level in LEVELS[1:]:
         saved, counted = peaks["none"] - peaks[level], planned["none"] - planned[level]

@@ -119,7 +119,7 @@ def test_auto_takes_the_level_of_the_plan_and_says_so(make_sft, make_ppo, caplog
     monkeypatch.setattr(
         loop, "plan_memory", lambda *args, **more: plan_memory(*args, **more, total_bytes=10**9, free_bytes=0)
     )
-    for trainer in (make_sft(gradient_checkpointing="auto"), make_ppo(gradient_checkpointing="auto", critic="separate")):
+    auto = {"gradient_checkpointing": "auto"}
+    for trainer in (make_sft(**auto), make_ppo(critic="separate", **auto)):
         levels = {one.model.gradient_checkpointing for one in trainer.models.values()}
         assert levels == {trainer.plan.level} == {"full"} and "selective needs" in trainer.plan.why
-
