@@ -24,6 +24,7 @@ TRAINING: list[Row] = [
     {"optimizer_state": "bfloat16"},
     {"optimizer_state": "int8"},
     {"use_peft": True, "lora_target_modules": ["all-linear"]},
+    {"lora_base_on_host": True},
 ]
 GENERATION: list[Row] = [
     {"max_num_batched_tokens": 2048},

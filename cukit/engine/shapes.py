@@ -42,6 +42,7 @@ class ModelUse:
     head: bool = True
     adapter_parameters: int = 0
     copied_parameters: int = 0
+    base_on_host: bool = False  # the adapted weights of the base; a product without the adapter takes two for a moment
     gradient_bytes: int = 4  # of one number; likewise the next two. 0: there is none
     master_bytes: int | None = None  # None: 2 beside bfloat16 (the remainder), 4 beside float16; float32 is its own
     moment_bytes: float = 8  # of both
@@ -79,11 +80,18 @@ def weight_bytes(use: ModelUse, backend) -> int:
     return (weights + adapter) * dtype.itemsize + (norms + tables) * precise
 
 
-def adapted(use: ModelUse, adapter: AdapterConfig, way: str) -> ModelUse:
+def adapted(use: ModelUse, adapter: AdapterConfig, way: str, base_on_host: bool = False) -> ModelUse:
     """The same model with an adapter that is trained in place of its weights."""
     layer = Layer(use.config, backend_for("cpu"), "float16", 0)
-    factors, copies = (use.config.num_hidden_layers * count for count in adapter_sizes(layer, adapter, way))
-    return replace(use, adapter_parameters=factors, copied_parameters=copies)
+    sizes = adapter_sizes(layer, adapter, way, base_on_host)
+    factors, copies = (use.config.num_hidden_layers * count for count in sizes)
+    return replace(use, adapter_parameters=factors, copied_parameters=copies, base_on_host=base_on_host)
+
+
+def _largest_linear(config: ModelConfig) -> int:
+    """Numbers of the largest weight of a layer."""
+    layer = Layer(config, backend_for("cpu"), "float16", 0).parameters()
+    return max(math.prod(x.shape) for x in layer)
 
 
 def _trained_numbers(use: ModelUse) -> int:
@@ -116,6 +124,9 @@ def lasting_items(uses, backend, ranks) -> list[Item]:
                 items[-2:] = [
                     Item(f"{use.name}: master weights and moments of one layer, from the host", here, "training")
                 ]
+        if use.base_on_host:
+            nbytes = 2 * _largest_linear(use.config) * dtype.itemsize
+            items.append(Item(f"{use.name}: two weights of the base, from the host", nbytes, "training"))
     return items
 
 
