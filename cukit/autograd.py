@@ -7,6 +7,7 @@ straight into Parameter.grad, in float32, so that micro-batches accumulate there
 """
 
 import threading
+from collections import Counter
 from contextlib import contextmanager
 from itertools import count
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,7 @@ class _Tape(threading.local):
     """Whether ops are recorded, for each thread apart: an engine may step in one while another trains."""
 
     on = True
+    when_done = None  # what the next backward pass tells of parameters
 
 
 _tape = _Tape()
@@ -205,6 +207,7 @@ def backward(outputs, grads):
     # A node is younger than the nodes it was made from, so from young to old every gradient is complete when its turn
     # comes.
     pending = sorted(_reachable(outputs), key=lambda node: node.age)
+    ran = _telling(pending)
     while pending:
         node = pending.pop()
         grads_out = waiting.pop(node, None)
@@ -213,7 +216,37 @@ def backward(outputs, grads):
             for source, dx in zip(node.sources, rule(*grads_out), strict=True):
                 if dx is not None and source is not None:
                     add(source, dx)
+        ran(node)
         node.sources = ()
+
+
+@contextmanager
+def when_done(function):
+    """Inside, this thread's next backward pass calls function(parameter) after the last rule that names the parameter
+    among its inputs. A pass within a rule (recompute) tells nothing of its own.
+    """
+    _tape.when_done = function
+    try:
+        yield
+    finally:
+        _tape.when_done = None
+
+
+def _telling(nodes):
+    """What a backward pass calls for each node that ran."""
+    function, _tape.when_done = _tape.when_done, None
+    if function is None:
+        return lambda node: None
+    left = Counter(source for node in nodes for source in node.sources if isinstance(source, Parameter))
+
+    def ran(node):
+        for source in node.sources:
+            if isinstance(source, Parameter):
+                left[source] -= 1
+                if not left[source]:
+                    function(source)
+
+    return ran
 
 
 def _used(*_):
