@@ -7,6 +7,7 @@ straight into Parameter.grad, in float32, so that micro-batches accumulate there
 """
 
 import threading
+from collections import Counter
 from contextlib import contextmanager
 from itertools import count
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,7 @@ class _Tape(threading.local):
 
     on = True
     remakes = False
+    when_done = None  # what the next backward pass tells of parameters
 
 
 _tape = _Tape()
@@ -283,6 +285,7 @@ def _run(starts):
     # A node is younger than the nodes it was made from, so from young to old every gradient is complete when its turn
     # comes.
     pending = sorted(_reachable(waiting), key=lambda node: node.age)
+    ran = _telling(pending)
     while pending:
         node = pending.pop()
         grads_out = waiting.pop(node, None)
@@ -291,7 +294,37 @@ def _run(starts):
             for source, dx in zip(node.sources, rule(*grads_out), strict=True):
                 if dx is not None and source is not None:
                     add(source, dx)
+        ran(node)
         node.sources = ()
+
+
+@contextmanager
+def when_done(function):
+    """Inside, this thread's next backward pass calls function(parameter) after the last rule that names the parameter
+    among its inputs. A pass within a rule (recompute) tells nothing of its own.
+    """
+    _tape.when_done = function
+    try:
+        yield
+    finally:
+        _tape.when_done = None
+
+
+def _telling(nodes):
+    """What a backward pass calls for each node that ran."""
+    function, _tape.when_done = _tape.when_done, None
+    if function is None:
+        return lambda node: None
+    left = Counter(source for node in nodes for source in node.sources if isinstance(source, Parameter))
+
+    def ran(node):
+        for source in node.sources:
+            if isinstance(source, Parameter):
+                left[source] -= 1
+                if not left[source]:
+                    function(source)
+
+    return ran
 
 
 def _used(*_):

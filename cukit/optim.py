@@ -155,6 +155,8 @@ class AdamW:
         self.loss_scale = 2.0**16 if half else 1.0  # multiply the loss by this before backward()
         self._dynamic_scale, self._finite_in_a_row = half, 0
         self._states: dict[Bucket, _State] = {}
+        self._sums: dict[Bucket, Any] = {}  # of squares, of the layers of an update that is made layer by layer
+        self._begun = False  # a layer of it was updated
         for parameter in self.parameters:
             self._state(parameter.slot.bucket)
 
@@ -197,6 +199,39 @@ class AdamW:
         self.zero_grad()
         return norm, finite
 
+    def step_layer(self, buckets: list[Bucket], lr: float) -> None:
+        """Update these buckets of an update from their gradients, unclipped, and drop them; where they are not finite,
+        the buckets stay as they are. end_layers() ends the update. The bits are those of step() without clipping.
+        """
+        be, found = self.store.backend, [bucket for bucket in buckets if bucket.grad is not None]
+        if not found:
+            return
+        sums = be.sums_of_squares([bucket.grad for bucket in found], PIECES)
+        self._sums |= zip(found, sums)
+        if math.isfinite(be.sum_in_order(sums)):
+            self.step_count += not self._begun
+            self._begun = True
+            for bucket in found:
+                self._update_bucket(self.store.buckets.index(bucket), bucket, lr, 1.0)
+        for bucket in found:
+            bucket.free_grad()
+
+    def end_layers(self) -> tuple[float, bool]:
+        """End an update that step_layer() made: what step() returns. With a layer that was not finite, the norm is not,
+        and `skipped` counts the update, although other layers were updated.
+        """
+        be, updated = self.store.backend, self._begun
+        rows = [self._sums[bucket] for bucket in self.store.buckets if bucket in self._sums]
+        self._sums, self._begun = {}, False
+        if not rows:
+            return 0.0, False
+        sums = be.empty((len(rows), PIECES), rows[0].dtype)
+        for place, row in enumerate(rows):
+            sums[place] = row
+        norm = math.sqrt(be.sum_in_order(sums))
+        self.skipped += not math.isfinite(norm)
+        return norm, updated
+
     def _grad_norm(self) -> float:
         """Global L2 norm of the gradients of the unscaled loss; NaN or infinity where a gradient is not finite.
 
@@ -210,15 +245,17 @@ class AdamW:
     def _update(self, lr: float, grad_scale: float):
         self.step_count += 1
         for index, bucket in enumerate(self.store.buckets):
-            if not (runs := bucket.runs(self._decays)):
-                continue
-            key, state = (self.seed + index * BUCKET_KEY) % 2**64, self._state(bucket)
-            with state.on_device() as arrays:
-                for decays, part in runs:
-                    decay = self.weight_decay if decays else 0.0
-                    settings = lr, *self.betas, self.eps, decay, self.step_count, grad_scale, key
-                    state.update(arrays, part, *settings)
-            del arrays  # before the next layer's come
+            self._update_bucket(index, bucket, lr, grad_scale)
+
+    def _update_bucket(self, index: int, bucket: Bucket, lr: float, grad_scale: float):
+        if not (runs := bucket.runs(self._decays)):
+            return
+        key, state = (self.seed + index * BUCKET_KEY) % 2**64, self._state(bucket)
+        with state.on_device() as arrays:
+            for decays, part in runs:
+                decay = self.weight_decay if decays else 0.0
+                settings = lr, *self.betas, self.eps, decay, self.step_count, grad_scale, key
+                state.update(arrays, part, *settings)
 
     def _adapt_loss_scale(self, finite: bool):
         if not self._dynamic_scale:

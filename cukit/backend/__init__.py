@@ -22,6 +22,7 @@ CONTRACT = {
     "attention": ("attention_backward", "attention_forward"),
     "device": (
         "Event",
+        "SideCopies",
         "accumulator",
         "array",
         "default_dtype",

@@ -80,6 +80,7 @@ def _trainer(options: GRPOBench, subject: Subject, scale: float, folder: str) ->
         eval_on_start=False,
         save_steps=0,
         seed=options.seed,
+        **({"max_grad_norm": 0.0} if options.states.optimizer_in_bwd else {}),
         **(limits | given_values(options.engine) | given_values(options.states) | given_values(options.memory)),
     )
     return GRPOTrainer(

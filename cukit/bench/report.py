@@ -134,7 +134,8 @@ def headline(report: dict) -> str:
         model = f"weights of {report['weights']}"
     lora = report["options"].get("lora") or {}
     if lora.get("use_peft"):
-        model += f" and an adapter ({lora['lora_way']}, rank {lora['lora_r']})"
+        where = ", base on the host" if lora.get("lora_base_on_host") else ""
+        model += f" and an adapter ({lora['lora_way']}, rank {lora['lora_r']}{where})"
     return (
         f"bench {report['benchmark']}: {model}, random inputs, {report['dtype']}, {report['device']} "
         f"({report['device_name']}), "

@@ -105,7 +105,7 @@ def build_model(subject: Subject, seed: int, lora: LoraOptions | None = None) ->
         model = Decoder(subject.config, subject.backend, subject.dtype)
         model.init_weights(seed)
     if lora is not None and lora.use_peft:
-        Adapter(model, lora.adapter(None), lora.lora_way, seed)
+        Adapter(model, lora.adapter(None), lora.lora_way, seed, lora.lora_base_on_host)
     return model
 
 

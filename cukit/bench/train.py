@@ -5,6 +5,7 @@ gradient_checkpointing, and the forward pass alone. Memory by two meters: what a
 from __future__ import annotations
 
 import statistics
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,7 +14,9 @@ from ..autograd import no_grad
 from ..models.config import LEVELS
 from ..models.logprobs import packed_logprobs
 from ..optim import AdamW
+from ..options import require
 from ..trainers.batch import PackedBatch, Rows
+from ..trainers.in_backward import UpdateInBackward
 from . import TrainBench
 from .levels import level_for
 from .measure import DriverPeak, memory_in_use, peak_memory, seconds_of
@@ -62,6 +65,11 @@ def run(options: TrainBench) -> dict:
     # from the least memory to the most, since a CPU's process only knows its highest point
     rows.append(_row("log-probs, no gradient", None, lambda: _logprobs(model, step), subject, step, options, before))
     states = options.states
+    require(
+        not states.optimizer_in_bwd or len(step.micro_batches) == 1,
+        f"optimizer_in_bwd=true needs one pass an update, and max_tokens_per_batch={options.max_tokens_per_batch} "
+        f"makes {len(step.micro_batches)}: raise it",
+    )
     offload = states.offload_optimizer and subject.backend.name != "cpu"
     optimizer = AdamW(model.trained_store, LEARNING_RATE, state_form=states.optimizer_state, offload=offload)
     tokens = options.max_tokens_per_batch or step.tokens
@@ -73,7 +81,7 @@ def run(options: TrainBench) -> dict:
             _row(
                 "forward, backward, AdamW",
                 level,
-                lambda: _train(model, optimizer, step),
+                lambda: _train(model, optimizer, step, states.optimizer_in_bwd),
                 subject,
                 step,
                 options,
@@ -127,11 +135,16 @@ def _logprobs(model, step: Step) -> None:
             model.backend.to_numpy(packed_logprobs(model, rows.tokens)[0].data)
 
 
-def _train(model, optimizer: AdamW, step: Step) -> None:
+def _train(model, optimizer: AdamW, step: Step, in_backward: bool = False) -> None:
+    update = UpdateInBackward([(optimizer, optimizer.lr)]) if in_backward else None
     for rows in step.micro_batches:
         logprobs, _ = packed_logprobs(model, rows.tokens)
         loss = logprobs.sum() * (-1 / step.completion_tokens)
-        loss.backward(loss.data * 0 + optimizer.loss_scale)
-    optimizer.step()
+        with nullcontext() if update is None else update.updating():
+            loss.backward(loss.data * 0 + optimizer.loss_scale)
+    if update is None:
+        optimizer.step()
+    else:
+        update.end()
     if model.adapter is not None:
         model.adapter.refresh()

@@ -13,7 +13,7 @@ from ..options import Options, changed
 from .memory import DoesNotFit, Plan, gigabytes
 
 Row = dict[str, Any]  # options that are tried together
-# The cheapest first: what only splits the work, what costs time, what changes the optimizer's numbers, LoRA.
+# The cheapest first: what only splits the work, what costs time, what changes the update, LoRA.
 # Of one option, what stands further down takes less.
 TRAINING: list[Row] = [
     {"max_tokens_per_batch": 8192},
@@ -24,7 +24,9 @@ TRAINING: list[Row] = [
     {"offload_optimizer": True},
     {"optimizer_state": "bfloat16"},
     {"optimizer_state": "int8"},
+    {"optimizer_in_bwd": True, "max_grad_norm": 0.0},
     {"use_peft": True, "lora_target_modules": ["all-linear"]},
+    {"lora_base_on_host": True},
 ]
 GENERATION: list[Row] = [
     {"max_num_batched_tokens": 2048},

@@ -42,9 +42,11 @@ class ModelUse:
     head: bool = True
     adapter_parameters: int = 0
     copied_parameters: int = 0
+    base_on_host: bool = False  # the adapted weights of the base; a product without the adapter takes two for a moment
     gradient_bytes: int = 4  # of one number; likewise the next two. 0: there is none
     master_bytes: int | None = None  # None: 2 beside bfloat16 (the remainder), 4 beside float16; float32 is its own
     moment_bytes: float = 8  # of both
+    updated_in_backward: bool = False  # where a pass is the whole update, layers' gradients come and go
     offloaded: bool = False  # master and moments lie on the host but for those of the layer that is updated
 
 
@@ -62,12 +64,16 @@ class Item:
 
 def parameter_counts(config: ModelConfig, head: bool = True) -> tuple[int, int]:
     """(numbers in the model's dtype, numbers of norm weights, which are float32 or better), as the modules declare."""
-    vocabularies = 1 if config.tie_word_embeddings or not head or config.head == "score" else 2
     layer = Layer(config, backend_for("cpu"), "float16", 0).parameters()
     sizes = [sum(math.prod(x.shape) for x in layer if x.dtype == dtype) for dtype in (np.float16, np.float32)]
     weights, norms = (config.num_hidden_layers * size for size in sizes)
     ends = config.hidden_size * (2 if config.head == "score" else 1)  # the final norm, and a score head
-    return weights + vocabularies * config.vocab_size * config.hidden_size, norms + ends
+    return weights + _vocabularies(config, head) * config.vocab_size * config.hidden_size, norms + ends
+
+
+def _vocabularies(config: ModelConfig, head: bool) -> int:
+    """Weights of vocab_size rows: the embedding, and a head of its own."""
+    return 1 if config.tie_word_embeddings or not head or config.head == "score" else 2
 
 
 def weight_bytes(use: ModelUse, backend) -> int:
@@ -79,15 +85,36 @@ def weight_bytes(use: ModelUse, backend) -> int:
     return (weights + adapter) * dtype.itemsize + (norms + tables) * precise
 
 
-def adapted(use: ModelUse, adapter: AdapterConfig, way: str) -> ModelUse:
+def adapted(use: ModelUse, adapter: AdapterConfig, way: str, base_on_host: bool = False) -> ModelUse:
     """The same model with an adapter that is trained in place of its weights."""
     layer = Layer(use.config, backend_for("cpu"), "float16", 0)
-    factors, copies = (use.config.num_hidden_layers * count for count in adapter_sizes(layer, adapter, way))
-    return replace(use, adapter_parameters=factors, copied_parameters=copies)
+    sizes = adapter_sizes(layer, adapter, way, base_on_host)
+    factors, copies = (use.config.num_hidden_layers * count for count in sizes)
+    return replace(use, adapter_parameters=factors, copied_parameters=copies, base_on_host=base_on_host)
+
+
+def _largest_linear(config: ModelConfig) -> int:
+    """Numbers of the largest weight of a layer."""
+    layer = Layer(config, backend_for("cpu"), "float16", 0).parameters()
+    return max(math.prod(x.shape) for x in layer)
 
 
 def _trained_numbers(use: ModelUse) -> int:
     return use.adapter_parameters or sum(parameter_counts(use.config, use.head))
+
+
+def _gradient_numbers(use: ModelUse, one_pass: bool) -> int:
+    """Numbers whose gradients lie side by side at the most: all, or two layers' (one is updated when the next is
+    complete) and a vocabulary's.
+    """
+    numbers, layers = _trained_numbers(use), use.config.num_hidden_layers
+    if not (use.updated_in_backward and one_pass):
+        return numbers
+    if use.adapter_parameters:
+        return min(numbers, -(-2 * numbers // layers))
+    vocabulary = use.config.vocab_size * use.config.hidden_size
+    one_layer = -(-(numbers - _vocabularies(use.config, use.head) * vocabulary) // layers)
+    return min(numbers, vocabulary + 2 * one_layer)
 
 
 def _largest_bucket(use: ModelUse) -> int:
@@ -116,6 +143,9 @@ def lasting_items(uses, backend, ranks) -> list[Item]:
                 items[-2:] = [
                     Item(f"{use.name}: master weights and moments of one layer, from the host", here, "training")
                 ]
+        if use.base_on_host:
+            nbytes = 2 * _largest_linear(use.config) * dtype.itemsize
+            items.append(Item(f"{use.name}: two weights of the base, from the host", nbytes, "training"))
     return items
 
 
@@ -164,11 +194,11 @@ def training_items(uses, backend, tokens, level, micro_batches, ranks) -> list[I
     """The items of the moment at which training holds most; models are trained in passes of their own. level: of
     gradient_checkpointing.
     """
-    gradients = sum(
-        -(-_trained_numbers(use) // ranks) * use.gradient_bytes * (backend.dtype_of(use.dtype).itemsize // 4 or 1)
-        for use in uses
-        if use.trained
-    )
+    gradients = 0
+    for use in uses:
+        if use.trained:
+            numbers = -(-_gradient_numbers(use, micro_batches == 1) // ranks)
+            gradients += numbers * use.gradient_bytes * (backend.dtype_of(use.dtype).itemsize // 4 or 1)
     moments = []
     for use in uses:
         if use.trained:

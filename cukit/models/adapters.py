@@ -15,9 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from ..autograd import Tensor
+from ..autograd import Parameter, Tensor
 from ..ops import Factors, linear_beside, linear_merged
 from .adapter_config import AdapterConfig
+from .host_base import HostBase
 from .modules import Linear, Module, declare
 from .store import Store
 
@@ -29,8 +30,10 @@ class LinearAdapter:
     """The adapter of one Linear: what its module calls instead of the plain product."""
 
     def __init__(self, adapter: "Adapter", linear: Linear, factors: Factors):
-        self.adapter, self.factors = adapter, factors
-        self.merged = linear.weight.data.copy() if adapter.way == MERGED else None
+        self.adapter, self.factors, self.place = adapter, factors, len(adapter.linears)
+        self.merged = None
+        if adapter.way == MERGED:  # in the weight's own memory, if the base goes to the host
+            self.merged = linear.weight.data if adapter.base_on_host else linear.weight.data.copy()
 
     @property
     def on(self) -> bool:
@@ -41,8 +44,18 @@ class LinearAdapter:
             return linear_merged(x, self.merged, self.factors, linear.bias)
         return linear_beside(x, linear.weight, self.factors, linear.bias)
 
+    def base_weight(self, linear: Linear) -> Parameter:
+        """The layer's weight without the adapter."""
+        if self.adapter.base is None:
+            return linear.weight
+        weight = Parameter(self.adapter.base.weight(self.place))
+        weight.requires_grad = False
+        return weight
+
     def refresh(self, linear: Linear) -> None:
-        """Make the copies for products anew, in place: captured steps know their addresses."""
+        """Make the copies for products anew, in place: captured steps know their addresses. A base in the host's memory
+        has come back.
+        """
         f, be = self.factors, self.adapter.backend
         if f.down is not f.a.data:
             be.store_weights(f.down, f.a.data)
@@ -62,14 +75,18 @@ class Adapter:
 
     way: "beside" or "merged". seed: A is drawn as PEFT does (Kaiming uniform with a = √5: ± 1/√I), on the host, so that
     every device gets the same numbers; B is zeros, so that nothing changes at first. After the factors have changed,
-    refresh() brings them into force.
+    refresh() brings them into force. base_on_host: the adapted weights of the base lie in the host's memory, and the
+    merged copies take theirs; no bit changes.
     """
 
-    def __init__(self, model, config: AdapterConfig, way: str = BESIDE, seed: int = 0):
+    def __init__(self, model, config: AdapterConfig, way: str = BESIDE, seed: int = 0, base_on_host: bool = False):
         if way not in WAYS:
             raise ValueError(f"an adapter's way must be one of {', '.join(WAYS)}, got {way!r}")
+        if base_on_host and way != MERGED:
+            raise ValueError("only a merged adapter leaves the base to the host's memory: beside multiplies with it")
         if model.adapter is not None:
             raise ValueError("the model has an adapter already: merge it first")
+        self.base_on_host, self.base = base_on_host, None
         self.config, self.way, self.backend = config, way, model.backend
         self._thread = threading.local()
         self.linears: list[tuple[Linear, LinearAdapter]] = []
@@ -83,6 +100,8 @@ class Adapter:
                 parts |= {f"{stem}.lora_A.weight": (factors.a, columns), f"{stem}.lora_B.weight": (factors.b, own)}
             made.append((linear, factors))
         self.store = Store(model.backend, parameters, parts)
+        if base_on_host:
+            self.base = HostBase(model.backend, [linear.weight.data for linear, _ in made])
         for linear, factors in made:
             self._set_up(linear, factors)
         self._draw(seed)
@@ -121,7 +140,8 @@ class Adapter:
 
     def refresh(self) -> None:
         """Bring changed factors into force: casts to the model's dtype and merged copies, made anew in place."""
-        for linear, one in self.linears:
+        for place in range(len(self.linears)) if self.base is None else self.base.bring_back():
+            linear, one = self.linears[place]
             one.refresh(linear)
 
     @property
@@ -131,14 +151,17 @@ class Adapter:
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """Inside, this thread's forward passes are the base's: nothing moves, for either way. Not for an engine: the
-        steps that it has captured, and its KV, are those of the adapter.
+        """Inside, this thread's forward passes are the base's: nothing moves, for either way; a base in the host's
+        memory comes layer by layer. Not for an engine: the steps that it has captured, and its KV, are those of the
+        adapter.
         """
         before, self._thread.on = self.on, False
         try:
             yield
         finally:
             self._thread.on = before
+            if self.base is not None:
+                self.base.drop_ahead()
 
     def layer_parameters(self, index: int) -> list:
         """The factors of one layer."""
@@ -193,9 +216,9 @@ def adapted_linears(model: Module, config: AdapterConfig) -> list[tuple[str, Lin
     ]
 
 
-def adapter_sizes(layer: Module, config: AdapterConfig, way: str) -> tuple[int, int]:
+def adapter_sizes(layer: Module, config: AdapterConfig, way: str, base_on_host: bool = False) -> tuple[int, int]:
     """(numbers of the factors, numbers of what else products take) of one layer, or of a whole model: merged copies of
-    weights, and zeros where a fused weight's parts have factors of their own.
+    weights beside them, and zeros where a fused weight's parts have factors of their own.
     """
     factors = copies = 0
     for _, linear in adapted_linears(layer, config):
@@ -203,5 +226,5 @@ def adapter_sizes(layer: Module, config: AdapterConfig, way: str) -> tuple[int, 
         rows = [part.stop - part.start for name, part in linear.part_rows.items() if name in config.targets]
         ranks = len(rows) * config.r
         factors += ranks * ins + sum(rows) * config.r
-        copies += ranks * outs - sum(rows) * config.r + (outs * ins if way == MERGED else 0)
+        copies += ranks * outs - sum(rows) * config.r + (outs * ins if way == MERGED and not base_on_host else 0)
     return factors, copies

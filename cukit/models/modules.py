@@ -71,7 +71,12 @@ class Linear(Module):
     def __call__(self, x):
         if self.adapter is not None and self.adapter.on:
             return self.adapter(x, self)
-        return linear(x, self.weight, self.bias)
+        return self.plain(x)
+
+    def plain(self, x):
+        """The product without an adapter."""
+        weight = self.weight if self.adapter is None else self.adapter.base_weight(self)
+        return linear(x, weight, self.bias)
 
     def _parts_of(self, name):
         """A part's name takes the place of the module's: self_attn.qkv_proj.bias -> self_attn.q_proj.bias, …"""

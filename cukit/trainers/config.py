@@ -152,6 +152,11 @@ class TrainerConfig(Options):
         check_range(self, "warmup_ratio", 0, 1)
         check_range(self, "max_steps", -1)
         require(self.max_steps != 0, "max_steps must be -1 (off) or at least 1, got 0")
+        require(
+            self.max_grad_norm == 0 or not self.optimizer_in_bwd,
+            f"optimizer_in_bwd=true updates a layer before the gradient's norm is known, so that max_grad_norm="
+            f"{self.max_grad_norm:g} cannot clip it: give max_grad_norm=0 too",
+        )
         self._resolve_dtype()
         self._check_dashboards()
         require(

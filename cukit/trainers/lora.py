@@ -32,23 +32,26 @@ def put_adapter(model: Decoder, args: Any, name: str | None) -> None:
     """
     if args.use_peft and model.adapter is None:
         base = str(Path(name).resolve()) if name is not None and Path(name).is_dir() else name
-        Adapter(model, args.lora.adapter(base), args.lora_way, args.seed)
+        Adapter(model, args.lora.adapter(base), args.lora_way, args.seed, args.lora_base_on_host)
 
 
-def adapter_of(model: Any, args: Any) -> tuple[AdapterConfig, str] | None:
-    """(what a run's adapter is, its way), None without one; the model may be a mere shape, as in a dry run."""
+def adapter_of(model: Any, args: Any) -> tuple[AdapterConfig, str, bool] | None:
+    """(what a run's adapter is, its way, whether the base lies on the host), None without one; the model may be a mere
+    shape, as in a dry run.
+    """
     adapter = getattr(model, "adapter", None)
     if adapter is not None:
-        return adapter.config, adapter.way
-    return (args.lora.adapter(None), args.lora_way) if args.use_peft else None
+        return adapter.config, adapter.way, adapter.base_on_host
+    return (args.lora.adapter(None), args.lora_way, args.lora_base_on_host) if args.use_peft else None
 
 
 def described(model: Decoder) -> str:
     """One line about a model's adapter."""
     adapter = model.adapter
     assert adapter is not None
+    way = f"{adapter.way}, its base in the host's memory" if adapter.base_on_host else adapter.way
     config, frozen = adapter.config, sum(parameter.data.size for parameter in model.parameters())
     return (
-        f"adapter ({adapter.way}): rank {config.r}, scale {config.scale:.4g}, at {', '.join(config.targets)}; "
+        f"adapter ({way}): rank {config.r}, scale {config.scale:.4g}, at {', '.join(config.targets)}; "
         f"{adapter.num_parameters:,} numbers are trained, {frozen:,} are frozen"
     )

@@ -24,6 +24,11 @@ class LoraOptions(Options):
         "the weight, which is faster and takes its memory",
         ("beside", "merged"),
     )
+    lora_base_on_host: bool = option(
+        False,
+        "with lora_way=merged: keep the adapted weights of the base in the host's memory, so that the GPU holds the "
+        "merged copies alone",
+    )
 
     def __post_init__(self) -> None:
         check_range(self, "lora_r", 1)
@@ -34,6 +39,10 @@ class LoraOptions(Options):
             "than sampling",
         )
         chosen_targets(self.lora_target_modules, "lora_target_modules")
+        require(
+            self.lora_way == "merged" or not self.lora_base_on_host,
+            "lora_base_on_host=true needs lora_way=merged: beside multiplies with the base's weights all the time",
+        )
         if not self.use_peft:
             idle = sorted(name for name in self.given if name not in ("use_peft", "lora_dropout"))
             changed = [name for name in idle if getattr(self, name) not in (type(self).options()[name].default, None)]

@@ -18,3 +18,8 @@ class StateOptions(Options):
         False,
         "keep AdamW's moments and master weights in the host's memory, a layer's on the GPU while it is updated",
     )
+    optimizer_in_bwd: bool = option(
+        False,
+        "update each layer within the backward pass, as soon as its gradient is complete, and drop that; needs "
+        "max_grad_norm=0 and one pass an update",
+    )

@@ -174,6 +174,7 @@ class Trainer(Steps):
             trained = adapted(trained, *found)
         offloaded = self.args.offload_optimizer and policy.backend.name == "cuda"
         states: dict[str, Any] = {"moment_bytes": MOMENT_BYTES[self.args.optimizer_state], "offloaded": offloaded}
+        states["updated_in_backward"] = self.args.optimizer_in_bwd
         return plan_memory(
             [replace(use, **states) if use.trained else use for use in (trained, *more)],
             engine,

@@ -148,7 +148,7 @@ def test_every_row_of_training_is_an_option():
     known = GRPOConfig.options()
     assert all(set(row) <= set(known) for row in TRAINING)
     for row in TRAINING:
-        GRPOConfig(**row)
+        GRPOConfig(**{"use_peft": True, "lora_way": "merged"} | row)
     assert all(set(row) <= set(EngineConfig.options()) for row in fitting.GENERATION)
 
 
