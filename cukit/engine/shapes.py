@@ -10,7 +10,7 @@ import numpy as np
 from ..backend import backend_for
 from ..backend.card import CONTEXT_BYTES as CONTEXT_BYTES
 from ..models.adapter_config import AdapterConfig
-from ..models.adapters import adapter_sizes
+from ..models.adapters import BESIDE, adapter_columns, adapter_sizes
 from ..models.config import ModelConfig
 from ..models.decoder import Layer
 from .config import EngineConfig
@@ -32,6 +32,7 @@ class ModelUse:
     loaded: its weights already lie on the device. head: False for a model without a vocabulary's head (value, score).
     adapter_parameters: numbers of an adapter beside frozen weights; if there are any, only they are trained.
     copied_parameters: numbers of what else an adapter's products take (merged copies of weights, zeros), in dtype.
+    adapter_columns: numbers a token that its products keep, as models.adapters has them.
     """
 
     name: str
@@ -42,6 +43,7 @@ class ModelUse:
     head: bool = True
     adapter_parameters: int = 0
     copied_parameters: int = 0
+    adapter_columns: tuple[int, int] = (0, 0)  # what the products beside a layer's weights keep: of all, of the last
     base_on_host: bool = False  # the adapted weights of the base; a product without the adapter takes two for a moment
     gradient_bytes: int = 4  # of one number; likewise the next two. 0: there is none
     master_bytes: int | None = None  # None: 2 beside bfloat16 (the remainder), 4 beside float16; float32 is its own
@@ -90,7 +92,9 @@ def adapted(use: ModelUse, adapter: AdapterConfig, way: str, base_on_host: bool 
     layer = Layer(use.config, backend_for("cpu"), "float16", 0)
     sizes = adapter_sizes(layer, adapter, way, base_on_host)
     factors, copies = (use.config.num_hidden_layers * count for count in sizes)
-    return replace(use, adapter_parameters=factors, copied_parameters=copies, base_on_host=base_on_host)
+    columns = adapter_columns(layer, adapter) if way == BESIDE else (0, 0)
+    more = {"adapter_columns": columns, "base_on_host": base_on_host}
+    return replace(use, adapter_parameters=factors, copied_parameters=copies, **more)
 
 
 def _largest_linear(config: ModelConfig) -> int:
@@ -166,12 +170,15 @@ class LayerBytes:
     passing: dict[str, int]
 
     @classmethod
-    def of(cls, config: ModelConfig, dtype: np.dtype, precise: np.dtype) -> LayerBytes:
+    def of(
+        cls, config: ModelConfig, dtype: np.dtype, precise: np.dtype, columns: tuple[int, int] = (0, 0)
+    ) -> LayerBytes:
+        """columns: ModelUse.adapter_columns."""
         hidden, width = config.hidden_size, config.intermediate_size
         queries = config.num_attention_heads * config.head_dim
         qkv = queries + 2 * config.num_key_value_heads * config.head_dim
         # What the rules of ops/ hold: the residual stream before each half, the outputs of products and of attention …
-        products = 2 * hidden + qkv + queries + 2 * width
+        products = 2 * hidden + qkv + queries + 2 * width + columns[0]
         # … and what is cheap to make again: two norms' outputs, silu's output, and qkv after its norm and rope. Without
         # that norm it is kept after rope alone.
         cheap = 2 * hidden + width + (qkv if config.qk_norm else 0)
@@ -182,7 +189,7 @@ class LayerBytes:
         # is gone by then, or just made again.
         passing = {"none": hidden + 2 * width, "selective": hidden + 4 * width, "full": hidden + 2 * width}
         size, one = dtype.itemsize, precise.itemsize
-        whole, stream = (products + cheap) * size + statistics * one, hidden * size + one
+        whole, stream = (products + cheap) * size + statistics * one, (hidden + columns[1]) * size + one
         return cls(
             kept={"none": whole, "selective": products * size + statistics * one, "full": stream},
             again={"none": 0, "selective": 0, "full": whole - stream},
@@ -210,7 +217,7 @@ def training_items(uses, backend, tokens, level, micro_batches, ranks) -> list[I
 def _moments(use, backend, tokens, level, gradients_stay, gradients):
     """(name, bytes) of what is held at each moment that may be the peak of a forward and backward pass."""
     config, dtype = use.config, backend.dtype_of(use.dtype)
-    layer = LayerBytes.of(config, dtype, backend.accumulator(dtype))
+    layer = LayerBytes.of(config, dtype, backend.accumulator(dtype), use.adapter_columns)
     layers, hidden = config.num_hidden_layers, tokens * config.hidden_size * dtype.itemsize
     kept = tokens * layer.kept[level]
     # The pool cannot use the arrays kept between layers again for weights' gradients, since their sizes differ, nor all

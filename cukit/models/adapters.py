@@ -228,3 +228,11 @@ def adapter_sizes(layer: Module, config: AdapterConfig, way: str, base_on_host: 
         factors += ranks * ins + sum(rows) * config.r
         copies += ranks * outs - sum(rows) * config.r + (outs * ins if way == MERGED and not base_on_host else 0)
     return factors, copies
+
+
+def adapter_columns(layer: Module, config: AdapterConfig) -> tuple[int, int]:
+    """Numbers a token that products beside the weights of one layer keep for the backward pass (x downᵀ): of all of
+    them, and of the last, down_proj.
+    """
+    ranks = {name: len(set(linear.part_rows) & set(config.targets)) for name, linear in adapted_linears(layer, config)}
+    return config.r * sum(ranks.values()), config.r * ranks.get("mlp.down_proj", 0)

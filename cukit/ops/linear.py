@@ -4,11 +4,11 @@ from ..autograd import Parameter, Tensor, record
 
 
 def linear(x: Tensor, w: Parameter, bias: Parameter | None = None) -> Tensor:
-    """y = x wᵀ + bias. x (T, I), w (O, I), bias (O,) -> (T, O). Saves x."""
-    be, saved, has_gradient = x.backend, x.saved, x.requires_grad
+    """y = x wᵀ + bias. x (T, I), w (O, I), bias (O,) -> (T, O). Saves x unless w is frozen."""
+    be, saved, has_gradient = x.backend, x.saved if w.requires_grad else None, x.requires_grad
 
     def rule(dy):
-        if (dw := w.grad_buffer()) is not None:
+        if saved is not None and (dw := w.grad_buffer()) is not None:
             saved.use(lambda x: be.linear_backward_weight(dw, dy, x))
         if bias is not None and (db := bias.grad_buffer()) is not None:
             be.linear_backward_bias(db, dy)

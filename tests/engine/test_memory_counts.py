@@ -14,10 +14,12 @@ from cukit.engine import shapes
 from cukit.engine.config import EngineConfig
 from cukit.engine.memory import plan_memory
 from cukit.engine.shapes import CONTEXT_BYTES, ModelUse, block_bytes, parameter_counts
+from cukit.models.adapter_config import TARGETS, AdapterConfig
+from cukit.models.adapters import WAYS, Adapter, weights_in_use
 from cukit.models.attend import PackedCausal
 from cukit.models.config import LEVELS, ModelConfig
 from cukit.models.decoder import Decoder
-from cukit.ops import index_rows, lm_head_logprobs
+from cukit.ops import index_rows, linear, lm_head_logprobs
 from engine.meter import Ghost, Meter
 from engine.shapes import GB, SHAPE, card, cpu
 
@@ -89,6 +91,38 @@ def test_activations_are_counted_as_the_tape_holds_them(config, level):
         held.append(sum(array.nbytes for key, array in arrays_held(hidden).items() if key not in own))
     layer = shapes.LayerBytes.of(config, cpu.dtype_of("bfloat16"), np.dtype(np.float32))
     assert held[1] - held[0] == 3 * tokens * layer.kept[level]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("config", SHAPES_OF_ALL_KINDS[:2], ids=["qwen3", "qwen2"])
+def test_activations_with_an_adapter_are_counted_as_the_tape_holds_them(config, way, level):
+    tokens, held, adapter = 50, [], AdapterConfig(5, 8, TARGETS)
+    for layers in (2, 5):
+        model = Decoder(replace(config, num_hidden_layers=layers), cpu, "bfloat16")
+        model.init_weights(0)
+        Adapter(model, adapter, way)
+        model.gradient_checkpointing = level
+        ids = np.arange(tokens, dtype=np.int32)
+        hidden = model.forward(ids, ids, PackedCausal(np.array([0, tokens], np.int32)))
+        own = [*weights_in_use(model), *model._rope, *(parameter.data for parameter in model.adapter.store.parameters)]
+        own = {id(array if array.base is None else array.base) for array in own} | {id(array) for array in own}
+        found = arrays_held(hidden)
+        held.append(sum(array.nbytes for key, array in found.items() if key not in own and len(array) == tokens))
+    use = shapes.adapted(ModelUse("policy", config, "bfloat16", trained=True), adapter, way)
+    assert use.adapter_columns == ((5 * 7, 5) if way == "beside" else (0, 0))
+    layer = shapes.LayerBytes.of(config, cpu.dtype_of("bfloat16"), np.dtype(np.float32), use.adapter_columns)
+    assert held[1] - held[0] == 3 * tokens * layer.kept[level]
+
+
+def test_a_frozen_product_keeps_no_input():
+    x, frozen = Parameter(np.ones((3, 4))), Parameter(np.ones((5, 4)))
+    frozen.requires_grad = False
+    inner = x * 2.0
+    out = linear(inner, frozen)
+    assert id(inner.data) not in arrays_held(out)
+    out.sum().backward()
+    assert (x.grad == 10).all() and frozen.grad is None
 
 
 def peak_of_a_backward_pass(config, level, tokens, monkeypatch) -> tuple[Meter, int]:
