@@ -158,7 +158,8 @@ class Remade:
 
     array() does so by work of its own. A rule that needs the array only for a weight's gradient says use(function)
     instead: the call waits until the rule of the op that made the array runs, which then says give(array). That rule
-    reads anyway what the array is made from. It is older, so its turn comes later.
+    reads anyway what the array is made from. It is older, so its turn comes later; and it comes, because a rule that
+    says use() gives the array's gradient.
     """
 
     __slots__ = ("_make", "_waiting")

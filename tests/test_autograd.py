@@ -112,7 +112,7 @@ def test_an_input_that_is_remade_is_not_kept(monkeypatch):
 
 
 def test_what_waits_for_a_remade_array_gets_it_once_and_in_order():
-    """Two products of one norm, one of silu's output, and a recomputed function whose output a product takes."""
+    """Two products of one norm, one of silu's output, and a product of what a recomputed function gives."""
     w, v, x = Parameter(normal(8, 4)), Parameter(normal(3, 4, seed=1)), Parameter(normal(5, 4, seed=2))
     norm, down = Parameter(1 + normal(4)), Parameter(normal(4, 4, seed=3))
 

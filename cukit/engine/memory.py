@@ -152,8 +152,8 @@ def plan_memory(
 
 
 def _fastest(plans: dict[str, tuple[Plan, bool]]) -> tuple[str, str]:
-    """The first level whose plan fits, gaps included, and leaves the cache as it is at the last level; else the last.
-    And why. plans: of all levels, and whether they fit where the pool wastes nothing.
+    """The first level that fits, gaps included, and leaves the cache as it is at the last level; else the last. And
+    why. plans: of all levels, and whether they fit where the pool wastes nothing.
     """
     leanest, why = plans[LEVELS[-1]][0], []
     for level in LEVELS[:-1]:

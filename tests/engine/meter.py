@@ -1,4 +1,4 @@
-"""A backend whose arrays have shapes and no memory: it counts the bytes that the rules of ops hold, at any size."""
+"""A backend of arrays that have shapes and no memory: it counts the bytes that the rules of ops hold, at any size."""
 
 from collections import Counter
 

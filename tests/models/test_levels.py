@@ -8,17 +8,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from cukit import ops
 from cukit.models.adapter_config import TARGETS, AdapterConfig
 from cukit.models.adapters import WAYS, Adapter
 from cukit.models.config import LEVELS
-from cukit.models.logprobs import pack_tokens, packed_logprobs
+from cukit.models.logprobs import pack, pack_tokens, packed_logprobs
 from cukit.models.scores import packed_scores, score_rows
 from cukit.models.weights import load_model
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 DTYPES = ("bfloat16", "float32", "float16")
 NAMES = ("qwen3_tiny", "qwen2_tiny", "llama_tiny")
-# two micro-batches, whose gradients add up
+# two micro-batches; their gradients add up
 BATCHES = [[[5, 9, 50, 7, 3], [8, 1, 2]], [list(range(3, 40))]]
 ADAPTERS = {
     "all linear layers": AdapterConfig(4, 8, TARGETS),
@@ -83,6 +84,21 @@ def test_models_of_scores(dtype):
 @pytest.mark.parametrize("config", ADAPTERS.values(), ids=ADAPTERS)
 def test_adapters(config, way, dtype):
     assert_one_set_of_bits(adapted(config, way, "cpu", dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_loss_of_whole_logits(dtype):
+    """The head's product takes the last norm's output itself."""
+    model, found = load_model(GOLDEN / "llama_tiny", dtype=dtype), []
+    for model.gradient_checkpointing in LEVELS:
+        model.store.zero_grad()
+        tokens, positions, attend = pack(model, BATCHES[0])
+        targets = np.ones(len(tokens), np.int32)
+        logprobs, _ = ops.token_logprobs(model.logits(model.forward(tokens, positions, attend)), targets)
+        logprobs.sum().backward()
+        found.append([parameter.grad.tobytes() for parameter in model.parameters()])
+        assert model.lm_head.weight.grad.any() and model.norm.weight.grad.any()
+    assert found[0] == found[1] == found[2]
 
 
 def test_a_model_takes_levels_and_bools():

@@ -1,6 +1,6 @@
-"""The planner against the driver, on a card: six runs of two steps with random weights, each in a process of its own.
+"""The planner against the driver, on a card: runs of two steps with random weights, each in a process of its own.
 
-    python tests/oracle/memory_plan.py            all six, about 3 minutes on an H100
+    python tests/oracle/memory_plan.py            all of them, about 4 minutes on an H100
     python tests/oracle/memory_plan.py sft-0.6b   one of them, with its plan's table
 
 The promise: the driver's peak lies within -10 … +3 % of the plan. The peak is the highest of cudaMemGetInfo's (total -
