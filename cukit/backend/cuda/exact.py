@@ -11,9 +11,10 @@ shape, dtype and bucket, at its first use:
 4. It has not, but a larger bucket has, up to LARGEST_RAISE or twice this bucket, whichever is larger: cuBLAS there.
 5. No such bucket has, but our own product has the reference's bits: our own product.
 6. Our own product has not (cuBLAS does not add in order even at REFERENCE_ROWS), and case 4 finds nothing for some
-   small bucket: our own product for every row count of this weight.
-7. Our own product has not, every small bucket has a case 3 or 4, but this large one has none: the policy "true" raises
-   ValueError; "auto" says so in one line and runs cuBLAS at the given rows.
+   small bucket, or the weight is thin (at most THIN rows, as an adapter's): our own product for every row count of this
+   weight. cuBLAS splits the sums of thin weights at most row counts, and not in one way.
+7. Our own product has not, the weight is not thin, every small bucket has a case 3 or 4, but this large one has none:
+   the policy "true" raises ValueError; "auto" says so in one line and runs cuBLAS at the given rows.
 
 A decision stays, so bits never change within a process.
 """
@@ -32,6 +33,7 @@ from .loader import load
 logger = logging.getLogger(__name__)
 TILE, THREADS = source_constant("linear", "TILE"), source_constant("linear", "THREADS")
 REFERENCE_ROWS = 4096
+THIN = 256
 LARGEST_RAISE = 512  # how far a small row count is raised in search of equal bits
 
 _policy, _in_use = "auto", False
@@ -85,7 +87,8 @@ def choose_product(rows: int, out_features: int, in_features: int, dtype, biased
 
 
 def _choose(weight, bucket):
-    if not _is_equal(weight, "in order") and not all(_raised(weight, small) for small in _small_buckets()):
+    thin = weight[0] <= THIN
+    if not _is_equal(weight, "in order") and (thin or not all(_raised(weight, small) for small in _small_buckets())):
         return 0, in_order_product
     raised = _raised(weight, bucket)
     if raised:
