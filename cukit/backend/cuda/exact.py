@@ -16,7 +16,8 @@ shape, dtype and bucket, at its first use:
 7. Our own product has not, the weight is not thin, every small bucket has a case 3 or 4, but this large one has none:
    the policy "true" raises ValueError; "auto" says so in one line and runs cuBLAS at the given rows.
 
-A decision stays, so bits never change within a process.
+A decision stays, so bits never change within a process. Comparisons are kept on disk (verdicts.py), so that the next
+process need not make them.
 """
 
 import functools
@@ -29,6 +30,7 @@ from .constants import source_constant
 from .cublas import gemm
 from .device import empty
 from .loader import load
+from .verdicts import card_verdicts
 
 logger = logging.getLogger(__name__)
 TILE, THREADS = source_constant("linear", "TILE"), source_constant("linear", "THREADS")
@@ -123,15 +125,25 @@ def _small_buckets():
 def _is_equal(weight, bucket) -> bool:
     found = _equal.get((weight, bucket))
     if found is None:
-        if cp.cuda.get_current_stream().is_capturing():
-            raise RuntimeError(
-                f"the product with a weight {weight} was not checked at {bucket} rows before the capture: run "
-                f"it once outside first"
-            )
-        # not from the memory of a captured step, which would keep what is needed once
-        with cp.cuda.Stream.null, cp.cuda.using_allocator(cp.get_default_memory_pool().malloc):
-            found = _equal[weight, bucket] = _compare(*weight, bucket)
+        outs, ins, dtype, biased = weight
+        key, kept = (outs, ins, dtype.name, biased, bucket), card_verdicts()
+        found = kept.get(key)
+        if found is None:
+            found = _compare_now(weight, bucket)
+            kept.add(key, found)
+        _equal[weight, bucket] = found
     return found
+
+
+def _compare_now(weight, bucket) -> bool:
+    if cp.cuda.get_current_stream().is_capturing():
+        raise RuntimeError(
+            f"the product with a weight {weight} was not checked at {bucket} rows before the capture: run "
+            f"it once outside first"
+        )
+    # not from the memory of a captured step, which would keep what is needed once
+    with cp.cuda.Stream.null, cp.cuda.using_allocator(cp.get_default_memory_pool().malloc):
+        return _compare(*weight, bucket)
 
 
 def _compare(out_features, in_features, dtype, biased, bucket):
