@@ -13,7 +13,6 @@ from pathlib import Path
 
 import cupy as cp
 from cupy_backends.cuda.api import runtime
-from cupy_backends.cuda.libs import cublas
 
 from .compile import cache_folder, source_digest
 
@@ -61,6 +60,8 @@ def _read(path: Path) -> dict[Key, bool]:
 @functools.cache
 def card_verdicts() -> Verdicts:
     """Those of the current device."""
+    from cupy_backends.cuda.libs import cublas  # the import fails where cuBLAS is not installed
+
     properties = runtime.getDeviceProperties(cp.cuda.runtime.getDevice())
     card = properties["name"], properties["multiProcessorCount"], runtime.driverGetVersion()
     library = cublas.getVersion(cp.cuda.device.get_cublas_handle())
