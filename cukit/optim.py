@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -59,22 +58,9 @@ class _State:
         be = self.bucket.backend
         return be.to_numpy(array).astype(dtype) if self.offload else be.array(array, dtype)
 
-    @contextmanager
-    def on_device(self) -> Iterator[dict[str, Any]]:
-        """The arrays where the bucket is, to be updated in place."""
-        be, found = self.bucket.backend, self.arrays
-        if self.offload:
-            found = {name: be.empty(array.shape, array.dtype) for name, array in self.arrays.items()}
-            for name, array in self.arrays.items():
-                be.upload(found[name], array)
-        yield found
-        if self.offload:
-            for name, array in self.arrays.items():
-                be.download(array, found[name])
-
     def update(self, arrays: dict[str, Any], part: slice, *settings) -> None:
-        """One update of these elements. arrays: on_device()'s. settings: what adamw_step takes after the weights, but
-        for the offset.
+        """One update of these elements. arrays: the state's own, on the device (in_turn). settings: what adamw_step
+        takes after the weights, but for the offset.
         """
         bucket, blocks = self.bucket, slice(part.start // BLOCK, blocks_of(part.stop))
         weights, gradient = bucket.data[part], bucket.grad[part]
@@ -115,11 +101,46 @@ class _State:
             slot.view(own)[rows] = self._like(array, own.dtype)
 
 
+def in_turn(states: list[_State]) -> Iterator[dict[str, Any]]:
+    """The arrays of each state where its bucket is, to be updated in place before the next is asked for.
+
+    Of offloaded states two lie on the device: while one is updated and goes back, the next one comes. The two ways of
+    the bus run at the same time.
+    """
+    if not states or not states[0].offload:
+        yield from (state.arrays for state in states)
+        return
+    be = states[0].bucket.backend
+    up, down = be.SideCopies(), be.SideCopies()
+    under_way: list[tuple[Any, Any]] = []  # copies that their memory must outlive
+
+    def brought(state: _State) -> dict[str, Any]:
+        found = {name: be.empty(array.shape, array.dtype) for name, array in state.arrays.items()}
+        under_way.extend((up, up.upload(found[name], array)) for name, array in state.arrays.items())
+        return found
+
+    def join() -> None:
+        while under_way:
+            copies, copy = under_way.pop()
+            copies.join(copy)
+
+    try:
+        coming = brought(states[0])
+        for place, state in enumerate(states):
+            join()  # this one has come, and the one before has gone
+            found = coming  # the memory of the one before is free for the next
+            coming = brought(states[place + 1]) if place + 1 < len(states) else {}
+            yield found
+            under_way.extend((down, down.download(array, found[name])) for name, array in state.arrays.items())
+    finally:
+        join()
+
+
 class AdamW:
     """AdamW on float32 master weights (the weights themselves if they are float32 or float64), moments of that dtype
     unless state_form says less: "bfloat16" or "int8" (backend/states.py), for matrices; seed keys their rounding.
 
-    offload: the states lie in the host's memory, and a bucket's are on the device while it is updated.
+    offload: the states lie in the host's memory; two buckets' are on the device while one of them is updated.
 
     decay(parameter) says which parameters weight_decay applies to (default: matrices, not norm weights and biases). A
     parameter without a gradient stays as it is, its moments too. scales_loss: move loss_scale (default: if weights are
@@ -211,8 +232,7 @@ class AdamW:
         if math.isfinite(be.sum_in_order(sums)):
             self.step_count += not self._begun
             self._begun = True
-            for bucket in found:
-                self._update_bucket(self.store.buckets.index(bucket), bucket, lr, 1.0)
+            self._update_buckets(found, lr, 1.0)
         for bucket in found:
             bucket.free_grad()
 
@@ -244,18 +264,19 @@ class AdamW:
 
     def _update(self, lr: float, grad_scale: float):
         self.step_count += 1
-        for index, bucket in enumerate(self.store.buckets):
-            self._update_bucket(index, bucket, lr, grad_scale)
+        self._update_buckets(self.store.buckets, lr, grad_scale)
 
-    def _update_bucket(self, index: int, bucket: Bucket, lr: float, grad_scale: float):
-        if not (runs := bucket.runs(self._decays)):
-            return
-        key, state = (self.seed + index * BUCKET_KEY) % 2**64, self._state(bucket)
-        with state.on_device() as arrays:
+    def _update_buckets(self, buckets: list[Bucket], lr: float, grad_scale: float):
+        found = [(bucket, runs) for bucket in buckets if (runs := bucket.runs(self._decays))]
+        turns = in_turn([self._state(bucket) for bucket, _ in found])
+        for bucket, runs in found:
+            arrays, index = next(turns), self.store.buckets.index(bucket)  # zip() would hold those of the turn before
             for decays, part in runs:
-                decay = self.weight_decay if decays else 0.0
+                decay, key = self.weight_decay if decays else 0.0, (self.seed + index * BUCKET_KEY) % 2**64
                 settings = lr, *self.betas, self.eps, decay, self.step_count, grad_scale, key
-                state.update(arrays, part, *settings)
+                self._state(bucket).update(arrays, part, *settings)
+            del arrays
+        next(turns, None)  # what was updated last goes back
 
     def _adapt_loss_scale(self, finite: bool):
         if not self._dynamic_scale:

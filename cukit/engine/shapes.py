@@ -121,13 +121,12 @@ def _gradient_numbers(use: ModelUse, one_pass: bool) -> int:
     return min(numbers, vocabulary + 2 * one_layer)
 
 
-def _largest_bucket(use: ModelUse) -> int:
-    """Numbers of the layer or vocabulary that has most; an adapter is taken as one."""
-    config = use.config
+def _two_buckets(use: ModelUse) -> int:
+    """Numbers of two neighbours among layers and vocabularies that have most; an adapter is taken as one."""
     if use.adapter_parameters:
         return use.adapter_parameters
-    layer = Layer(config, backend_for("cpu"), "float16", 0).parameters()
-    return max(sum(math.prod(x.shape) for x in layer), config.vocab_size * config.hidden_size)
+    layer = sum(math.prod(x.shape) for x in Layer(use.config, backend_for("cpu"), "float16", 0).parameters())
+    return min(layer + max(layer, use.config.vocab_size * use.config.hidden_size), _trained_numbers(use))
 
 
 def lasting_items(uses, backend, ranks) -> list[Item]:
@@ -142,10 +141,10 @@ def lasting_items(uses, backend, ranks) -> list[Item]:
             items.append(Item(f"{use.name}: master weights", masters))
             items.append(Item(f"{use.name}: AdamW's moments", math.ceil(numbers * use.moment_bytes) * wide))
             if use.offloaded:
-                share = _largest_bucket(use) / _trained_numbers(use)
+                share = _two_buckets(use) / _trained_numbers(use)
                 here = math.ceil(sum(item.nbytes for item in items[-2:]) * share)
                 items[-2:] = [
-                    Item(f"{use.name}: master weights and moments of one layer, from the host", here, "training")
+                    Item(f"{use.name}: master weights and moments of two layers, from the host", here, "training")
                 ]
         if use.base_on_host:
             nbytes = 2 * _largest_linear(use.config) * dtype.itemsize

@@ -124,25 +124,64 @@ def test_product_in_order_has_the_bits_of_cublas(outs, ins, biased, dtype):
 
 
 @pytest.mark.parametrize("adds_in_order", [True, False])
-def test_our_own_product_takes_over_where_cublas_does_not_add_in_order(monkeypatch, adds_in_order):
+def test_our_own_product_takes_over_where_cublas_does_not_add_in_order(monkeypatch, tmp_path, adds_in_order):
     """A cuBLAS that gives the reference's bits above 100 rows only, on a card with or without the reference's chain."""
     from cukit.backend.cuda import exact
+    from cukit.backend.cuda.verdicts import Verdicts
 
     monkeypatch.setattr(exact, "_chosen", {})
     monkeypatch.setattr(exact, "_equal", {})
+    monkeypatch.setattr(exact, "card_verdicts", lambda: Verdicts(tmp_path / "kept"))
     monkeypatch.setattr(exact, "LARGEST_RAISE", 64)
     monkeypatch.setattr(
         exact,
         "_compare",
         lambda outs, ins, dtype, biased, bucket: adds_in_order if bucket == "in order" else bucket > 100,
     )
-    ways = [exact.choose_product(rows, 64, 64, np.dtype(np.float16), False) for rows in (3, 60, 1000)]
+    ways = [exact.choose_product(rows, 640, 64, np.dtype(np.float16), False) for rows in (3, 60, 1000)]
     large = (1024, exact.cublas_product) if adds_in_order else (1000, exact.in_order_product)
     assert ways == [
         (3, exact.in_order_product),
         (128, exact.cublas_product) if adds_in_order else (60, exact.in_order_product),
         large,
     ]
+
+
+@pytest.mark.parametrize("outs, product", [(32, "in_order_product"), (640, "cublas_product")])
+def test_our_own_product_takes_over_for_thin_weights(monkeypatch, tmp_path, outs, product):
+    """A cuBLAS that splits the sums in one way up to 4,096 rows and in another beyond."""
+    from cukit.backend.cuda import exact
+    from cukit.backend.cuda.verdicts import Verdicts
+
+    monkeypatch.setattr(exact, "_chosen", {})
+    monkeypatch.setattr(exact, "_equal", {})
+    monkeypatch.setattr(exact, "card_verdicts", lambda: Verdicts(tmp_path / "kept"))
+    monkeypatch.setattr(exact, "_policy", "auto")
+    monkeypatch.setattr(exact, "_compare", lambda *args: args[-1] != "in order" and args[-1] <= 4096)
+    ways = [exact.choose_product(rows, outs, 3072, np.dtype(np.float16), False) for rows in (3, 8192)]
+    assert [way[1] for way in ways] == [getattr(exact, product)] * 2
+
+
+@pytest.mark.parametrize("outs, ins", [(32, 3072), (96, 1024), (64, 576), (16, 12288)])
+def test_an_adapters_products_have_the_same_bits_at_every_row_count(outs, ins):
+    be = backend_for("cuda")
+    x, w = (be.array(normal(*shape).astype(be.dtype_of("bfloat16"))) for shape in ((8192, ins), (outs, ins)))
+    whole = be.to_numpy(be.linear_forward(x, w)).view(np.uint16)
+    for rows in (1, 7, 64, 500, 2048, 4096, 6144, 7000):
+        assert np.array_equal(be.to_numpy(be.linear_forward(x[:rows], w)).view(np.uint16), whole[:rows])
+
+
+def test_a_comparison_that_is_kept_is_not_made_again(monkeypatch, tmp_path):
+    from cukit.backend.cuda import exact
+    from cukit.backend.cuda.verdicts import Verdicts
+
+    compared, weight = [], (640, 64, np.dtype(np.float16), False)
+    monkeypatch.setattr(exact, "card_verdicts", lambda: Verdicts(tmp_path / "kept"))
+    monkeypatch.setattr(exact, "_compare", lambda *args: compared.append(args[-1]) or args[-1] == 64)
+    for _ in range(2):
+        monkeypatch.setattr(exact, "_equal", {})
+        assert [exact._is_equal(weight, bucket) for bucket in (64, 128, "in order")] == [True, False, False]
+    assert compared == [64, 128, "in order"]
 
 
 def test_exact_policies(monkeypatch):

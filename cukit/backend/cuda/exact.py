@@ -11,11 +11,13 @@ shape, dtype and bucket, at its first use:
 4. It has not, but a larger bucket has, up to LARGEST_RAISE or twice this bucket, whichever is larger: cuBLAS there.
 5. No such bucket has, but our own product has the reference's bits: our own product.
 6. Our own product has not (cuBLAS does not add in order even at REFERENCE_ROWS), and case 4 finds nothing for some
-   small bucket: our own product for every row count of this weight.
-7. Our own product has not, every small bucket has a case 3 or 4, but this large one has none: the policy "true" raises
-   ValueError; "auto" says so in one line and runs cuBLAS at the given rows.
+   small bucket, or the weight is thin (at most THIN rows, as an adapter's): our own product for every row count of this
+   weight. cuBLAS splits the sums of thin weights at most row counts, and not in one way.
+7. Our own product has not, the weight is not thin, every small bucket has a case 3 or 4, but this large one has none:
+   the policy "true" raises ValueError; "auto" says so in one line and runs cuBLAS at the given rows.
 
-A decision stays, so bits never change within a process.
+A decision stays, so bits never change within a process. Comparisons are kept on disk (verdicts.py), so that the next
+process need not make them.
 """
 
 import functools
@@ -30,10 +32,12 @@ from .cublas import gemm
 from .device import empty
 from .loader import load
 from .pool import malloc
+from .verdicts import card_verdicts
 
 logger = logging.getLogger(__name__)
 TILE, THREADS = source_constant("linear", "TILE"), source_constant("linear", "THREADS")
 REFERENCE_ROWS = 4096
+THIN = 256
 LARGEST_RAISE = 512  # how far a small row count is raised in search of equal bits
 
 _policy, _in_use = "auto", False
@@ -77,7 +81,8 @@ def choose_product(rows: int, out_features: int, in_features: int, dtype, biased
 
 
 def _choose(weight, bucket):
-    if not _is_equal(weight, "in order") and not all(_raised(weight, small) for small in _small_buckets()):
+    thin = weight[0] <= THIN
+    if not _is_equal(weight, "in order") and (thin or not all(_raised(weight, small) for small in _small_buckets())):
         return 0, in_order_product
     raised = _raised(weight, bucket)
     if raised:
@@ -112,15 +117,25 @@ def _small_buckets():
 def _is_equal(weight, bucket) -> bool:
     found = _equal.get((weight, bucket))
     if found is None:
-        if cp.cuda.get_current_stream().is_capturing():
-            raise RuntimeError(
-                f"the product with a weight {weight} was not checked at {bucket} rows before the capture: run "
-                f"it once outside first"
-            )
-        # not from the memory of a captured step, which would keep what is needed once
-        with cp.cuda.Stream.null, cp.cuda.using_allocator(malloc):
-            found = _equal[weight, bucket] = _compare(*weight, bucket)
+        outs, ins, dtype, biased = weight
+        key, kept = (outs, ins, dtype.name, biased, bucket), card_verdicts()
+        found = kept.get(key)
+        if found is None:
+            found = _compare_now(weight, bucket)
+            kept.add(key, found)
+        _equal[weight, bucket] = found
     return found
+
+
+def _compare_now(weight, bucket) -> bool:
+    if cp.cuda.get_current_stream().is_capturing():
+        raise RuntimeError(
+            f"the product with a weight {weight} was not checked at {bucket} rows before the capture: run "
+            f"it once outside first"
+        )
+    # not from the memory of a captured step, which would keep what is needed once
+    with cp.cuda.Stream.null, cp.cuda.using_allocator(malloc):
+        return _compare(*weight, bucket)
 
 
 def _compare(out_features, in_features, dtype, biased, bucket):
