@@ -109,7 +109,7 @@ class SideCopies:
 
     def _after_what_was_told(self):
         now = cp.cuda.Event(disable_timing=True)
-        now.record()
+        now.record(cp.cuda.get_current_stream())
         self._stream.wait_event(now)
 
     def _moment(self):
