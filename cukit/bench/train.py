@@ -10,9 +10,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..autograd import no_grad
-from ..models.logprobs import packed_logprobs
+from ..models.logprobs import packed_logprobs, predicting_states
 from ..optim import AdamW
 from ..trainers.batch import PackedBatch, Rows
+from ..trainers.loss import backward, first_gradient
 from . import TrainBench
 from .measure import memory_in_use, peak_memory, seconds_of
 from .report import new_report
@@ -116,10 +117,13 @@ def _logprobs(model, step: Step) -> None:
 
 
 def _train(model, optimizer: AdamW, step: Step) -> None:
+    def mean(logprobs, entropy, part):
+        return logprobs.sum() * (-1 / step.completion_tokens), None
+
     for rows in step.micro_batches:
-        logprobs, _ = packed_logprobs(model, rows.tokens)
-        loss = logprobs.sum() * (-1 / step.completion_tokens)
-        loss.backward(loss.data * 0 + optimizer.loss_scale)
+        upstream = first_gradient(model, optimizer.loss_scale)
+        loss, *_ = model.lm_head.loss(predicting_states(model, rows.tokens), rows.targets, mean, upstream)
+        backward(loss, upstream)
     optimizer.step()
     if model.adapter is not None:
         model.adapter.refresh()

@@ -28,6 +28,11 @@ MAX_LOG_RATIO = 20.0  # exp(20) = 4.9e8, and its square, are far inside float32
 STATS = ("clip_low", "clip_high", "clip_count", "kl", "num_tokens", "extreme", "off_policy")
 
 
+def needs_sequences(kind: str, level: str, off_policy_threshold: float | None) -> bool:
+    """Whether a token's term, or its gradient, depends on other tokens of its sequence."""
+    return level != "token" or kind == "vespo" or off_policy_threshold is not None
+
+
 def policy_loss(
     new_logps,
     old_logps,
