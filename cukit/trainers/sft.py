@@ -93,10 +93,10 @@ class SFTTrainer(RowTrainer):
     def compute_loss(self, rows: Rows) -> tuple[Tensor, dict[str, np.ndarray]]:
         correct: list[Any] = []  # targets that are the most probable token, chunk by chunk
 
-        def count_correct(logits, part):
+        def count_correct(logits: Any, part: slice) -> None:
             correct.append((logits[:, : self.model.vocab_size].argmax(axis=1) == rows.targets[part]).sum())
 
-        def cross_entropy(logprobs, entropy, part):
+        def cross_entropy(logprobs: Tensor, entropy: Tensor, part: slice | None) -> tuple[Tensor, None]:
             return -(logprobs * rows.part(part).weights).sum(), None
 
         hidden = predicting_states(self.model, rows.tokens)
