@@ -77,9 +77,8 @@ class Learners:
     def update(self, parts: list[Rows]) -> None:
         policy, critic = self.optimizers
         critic.loss_scale = policy.loss_scale  # float16: one backward pass has one scale
-        for loss_of in (
-            [self._policy_loss, self._critic_loss] if isinstance(self.critic, Decoder) else [self._policy_loss]
-        ):
+        passes = [self._policy_loss, self._critic_loss] if isinstance(self.critic, Decoder) else [self._policy_loss]
+        for loss_of in passes:
             for rows in parts:
                 upstream = first_gradient(self.policy, policy.loss_scale)
                 backward(loss_of(rows, upstream), upstream)

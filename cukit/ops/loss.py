@@ -42,12 +42,11 @@ def lm_head_logprobs(
     for rows in head.chunks:
         head.read(rows)
 
-    def rule(dlogprobs, dentropy):
-        if dlogprobs is None:
-            dlogprobs = head.backend.zeros(head.logprobs.shape, head.logprobs.dtype)
-        columns = dlogprobs, dentropy
-        parts = [(rows, *(None if x is None else x[rows] for x in columns)) for rows in head.chunks]
-        return head.backward(parts), None
+    def rule(*grads):
+        dhidden = head.backend.empty(head.hidden.shape, head.hidden.dtype)
+        for rows in head.chunks:
+            head.add_gradient(dhidden, head.logits(rows), rows, *(None if x is None else x[rows] for x in grads))
+        return dhidden, None
 
     return record((head.logprobs, head.entropy), (hidden, weight), rule)
 
@@ -70,8 +69,8 @@ def lm_head_loss(
     gradients of hidden and weight are made chunk by chunk from the logits that the forward pass has: three products of
     the head in place of four, and the same bits. For that, the loss must be a sum of terms of single tokens, and what
     else it reads must be constant where rows are given; for all tokens it may be on the tape. The weight's gradient is
-    there before backward(). If the gradient that comes back is another array, what differs takes the second pass.
-    Without upstream, or without the tape, this is lm_head_logprobs. Saves hidden, its gradient, four numbers a row.
+    added to before backward(), so that must follow, and with no other gradient: ValueError. Saves hidden's gradient.
+    Without upstream, or without the tape, this is lm_head_logprobs.
     """
     if upstream is None or not is_recording():
         given = temperature, vocab_size, chunk_rows, on_logits
@@ -79,35 +78,33 @@ def lm_head_loss(
         loss, more = loss_of(logprobs, entropy, None)
         return loss, more, logprobs.data, entropy.data
     head = _Head(hidden, weight, targets, temperature, vocab_size, chunk_rows, on_logits)
-    known, parts = upstream.copy(), []
-    dhidden = head.backend.empty(hidden.shape, hidden.dtype)
+    known, dhidden = upstream.copy(), head.backend.empty(hidden.shape, hidden.dtype)
     for rows in head.chunks:
         logits = head.read(rows)
-        parts.append((rows, *_slopes(loss_of, head.logprobs[rows], head.entropy[rows], rows, upstream)))
-        head.add_gradient(dhidden, logits, *parts[-1])
+        head.add_gradient(dhidden, logits, rows, *_slopes(loss_of, head, rows, upstream))
         del logits  # before the next chunk's appear: 1.2 GB less at the peak for 152,000 ids
     whole, more = loss_of(Tensor(head.logprobs), Tensor(head.entropy), None)
 
     def rule(dloss):
+        nonlocal dhidden
+        if dloss is not upstream:
+            raise ValueError("this loss has its gradient already: give backward() `upstream`, and change no loss after")
         factor = dloss / known  # 1, or NaN: upstream is made that where the loss is not finite
-        if dloss is upstream:
-            return dloss, (dhidden * factor).astype(dhidden.dtype), None
-        rest = [(rows, *(None if x is None else x * (factor - 1) for x in columns)) for rows, *columns in parts]
-        return dloss, dhidden + head.backward(rest), None
+        dhidden *= factor.astype(dhidden.dtype)
+        return dloss, dhidden, None
 
     return record(whole.data, (whole, hidden, weight), rule), more, head.logprobs, head.entropy
 
 
-def _slopes(loss_of, logprobs, entropy, rows, upstream):
-    """upstream · d(loss)/d(logprobs) and d(entropy), (n,) each, by the loss's own rule; None for what it does not read:
-    an entropy.
+def _slopes(loss_of, head, rows, upstream):
+    """upstream · dloss/dlogprobs and dloss/dentropy, (n,) each, by the loss's own rule; None for what it does not
+    read.
     """
-    leaves = Tensor(logprobs, requires_grad=True), Tensor(entropy, requires_grad=True)
+    leaves = [Tensor(x[rows], requires_grad=True) for x in (head.logprobs, head.entropy)]
     loss, _ = loss_of(*leaves, rows)
     if loss.requires_grad:
         loss.backward(upstream)
-    dlogprobs, dentropy = (leaf.grad for leaf in leaves)
-    return logprobs * 0 if dlogprobs is None else dlogprobs, dentropy
+    return [leaf.grad for leaf in leaves]
 
 
 class _Head:
@@ -120,9 +117,12 @@ class _Head:
         self.logprobs, self.entropy, self.lse = (self.backend.empty((size,), statistics) for _ in range(3))
         self.chunks = [slice(start, min(start + chunk_rows, size)) for start in range(0, size, chunk_rows)]
 
+    def logits(self, rows):
+        return self.backend.linear_forward(self.hidden[rows], self.weight.data)
+
     def read(self, rows):
         """A chunk's logits; its log-probabilities, entropies and normalisers are noted."""
-        logits = self.backend.linear_forward(self.hidden[rows], self.weight.data)
+        logits = self.logits(rows)
         found = self.backend.token_logprobs_forward(logits, self.targets[rows], *self.options)
         self.logprobs[rows], self.entropy[rows], self.lse[rows] = found
         if self.on_logits is not None:
@@ -132,19 +132,10 @@ class _Head:
     def add_gradient(self, dhidden, logits, rows, dlogprobs, dentropy):
         """Write a chunk of dhidden and add to the weight's gradient. The logits become their gradient."""
         be, statistics = self.backend, (self.lse[rows], self.entropy[rows])
-        upstream = dlogprobs, dentropy
-        dlogits = be.token_logprobs_backward(
-            logits, self.targets[rows], *statistics, *upstream, *self.options, out=logits
-        )
+        if dlogprobs is None:
+            dlogprobs = be.zeros(statistics[0].shape, statistics[0].dtype)
+        given = self.targets[rows], *statistics, dlogprobs, dentropy, *self.options
+        dlogits = be.token_logprobs_backward(logits, *given, out=logits)
         dhidden[rows] = be.linear_backward_input(dlogits, self.weight.data)
         if (dweight := self.weight.grad_buffer()) is not None:
             be.linear_backward_weight(dweight, dlogits, self.hidden[rows])
-
-    def backward(self, parts):
-        """dhidden, from the logits that are made again; parts: (rows, dlogprobs, dentropy) of each chunk."""
-        dhidden = self.backend.empty(self.hidden.shape, self.hidden.dtype)
-        for rows, *upstream in parts:
-            logits = self.backend.linear_forward(self.hidden[rows], self.weight.data)
-            self.add_gradient(dhidden, logits, rows, *upstream)
-            del logits
-        return dhidden

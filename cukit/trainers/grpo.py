@@ -21,7 +21,7 @@ from .curriculum import CurriculumSampler
 from .entropy import EntropyBonus, high_entropy
 from .group_generation import GroupGeneration
 from .grpo_config import GRPOConfig
-from .loss import OWN, built_in_loss, is_by_token, load_loss
+from .loss import OWN, built_in_loss, is_by_token, is_ours, load_loss
 from .policy_trainer import PolicyTrainer
 
 
@@ -113,9 +113,8 @@ class GRPOTrainer(PolicyTrainer):
         return self._with_entropy(loss, entropy, rows), extra | {"policy_loss": loss.data}
 
     def _known_upstream(self) -> Any:
-        """What the loss's backward pass begins with, if the loss is known token by token; a subclass's may be any."""
-        is_own = getattr(self.policy_loss, "__func__", None) is not GRPOTrainer.policy_loss
-        return None if is_own or not is_by_token(self.loss_function, self.args) else self.upstream
+        """For a head's loss in one pass: where the loss is known token by token, which a subclass's may not be."""
+        return self.upstream if is_ours(self.policy_loss) and is_by_token(self.loss_function, self.args) else None
 
     def policy_loss(self, logprobs: Tensor, rows: Rows) -> tuple[Tensor, dict[str, np.ndarray]]:
         """The loss of some rows of an optimizer batch, a scalar Tensor, and {name: array} for step_metrics.

@@ -41,6 +41,27 @@ def backward(loss: Tensor, upstream) -> None:
     loss.backward(gradient)
 
 
+def compute_and_backward(trainer, micro_batch, scale: float) -> tuple[Tensor, dict]:
+    """What trainer.compute_loss(micro_batch) gives, after scale times its gradients were added to the weights'.
+
+    trainer.upstream is known while it runs, unless it is a user's: that may do anything with a loss.
+    """
+    upstream = first_gradient(trainer.model, scale)
+    trainer.upstream = upstream if is_ours(trainer.compute_loss) else None
+    try:
+        loss, extra = trainer.compute_loss(micro_batch)
+    finally:
+        trainer.upstream = None
+    if loss.requires_grad:
+        backward(loss, upstream)
+    return loss, extra
+
+
+def is_ours(function) -> bool:
+    """Whether a function or method is one of this package's."""
+    return (getattr(function, "__module__", None) or "").startswith("cukit.")
+
+
 def is_by_token(loss_function, args) -> bool:
     """Whether the loss is a sum of terms of single tokens, so that the head makes its gradient in one pass
     (ops.lm_head_loss). A user's may be anything.

@@ -39,7 +39,7 @@ from .callbacks import TrainerCallback, call_callbacks
 from .config import TrainerConfig
 from .loop import Run
 from .lora import adapter_of, check_base, put_adapter, with_peft
-from .loss import backward, first_gradient
+from .loss import compute_and_backward
 from .state import POLICY, TrainedModel
 
 __all__ = ["Trainer", "TrainerCallback"]
@@ -60,7 +60,7 @@ class Trainer(ABC):
     head = "lm_head"  # of the model that is trained
     args: TrainerConfig
     also_named: ClassVar[dict[str, str]] = {}  # a metric's second name in TRL -> the metric
-    upstream: Any = None  # in a step, what a loss's backward pass will begin with: for a head's loss in one pass
+    upstream: Any = None  # what the backward pass of compute_loss's loss will begin with, where that is known before
 
     def __init__(
         self,
@@ -337,12 +337,8 @@ class Trainer(ABC):
         be, has_gradient, scale = self.model.backend, False, self._loss_scale
         sums: dict[str, Any] = {}
         for micro_batch in micro_batches:
-            upstream = self.upstream = first_gradient(self.model, scale)
-            loss, extra = self.compute_loss(micro_batch)
-            self.upstream = None
-            if loss.requires_grad:
-                has_gradient = True
-                backward(loss, upstream)
+            loss, extra = compute_and_backward(self, micro_batch, scale)
+            has_gradient |= loss.requires_grad
             for name, value in (extra | {"loss": loss.data}).items():
                 combine = np.maximum if name.startswith("max/") else np.add
                 sums[name] = combine(sums[name], value) if name in sums else value

@@ -7,8 +7,9 @@ import pytest
 
 from cukit.models import heads
 from cukit.trainers.grpo import GRPOTrainer
+from cukit.trainers.sft import SFTTrainer
 
-from .conftest import rows_without_times, weights_of
+from .conftest import logged, rows_without_times, weights_of
 from .test_custom_loss import FILE
 from .test_lora import LORA
 from .test_wires import dense, name_of, noisy
@@ -160,27 +161,27 @@ def test_outside_of_a_step_a_loss_takes_two_passes(make_grpo, ways):
     assert "one" in ways and trainer.upstream is None
 
 
-def test_a_trainer_that_multiplies_its_loss_still_has_its_gradient(make_grpo, ways):
+class Doubled(SFTTrainer):
+    def compute_loss(self, rows):
+        loss, extra = super().compute_loss(rows)
+        return loss * 2.0, extra
+
+
+def test_a_compute_loss_of_a_users_own_takes_two_passes(make_sft, make_model, ways):
+    """It may multiply the loss, or leave it."""
     norms = []
-    for ways.forced in (False, True):
-        trainer = make_grpo(dense, max_steps=1, max_grad_norm=0.0, dtype="float64")
-        loss = trainer.compute_loss
-
-        def doubled(rows, loss=loss):
-            found, extra = loss(rows)
-            return found * 2.0, extra
-
-        trainer.compute_loss = doubled
-        ends = []
-        step = trainer._update
-        trainer._update = lambda *a, step=step, trainer=trainer, ends=ends: (
-            ends.append({name: p.grad.copy() for name, p in trainer.model.named_parameters().items()}),
-            step(*a),
-        )[1]
+    for cls in (SFTTrainer, Doubled):
+        ways.clear()
+        trainer = make_sft(cls=cls, model=make_model("float64"), max_steps=1)
         trainer.train()
-        norms.append(ends[0])
-    for name, grad in norms[0].items():
-        np.testing.assert_allclose(grad, norms[1][name], rtol=1e-9, atol=1e-15, err_msg=name)
+        assert set(ways) == {"two" if cls is Doubled else "one"}
+        norms += logged(trainer, "grad_norm")
+    assert norms[1] == pytest.approx(2 * norms[0])
+    spied = make_sft(max_steps=1)
+    spied.compute_loss = lambda rows: SFTTrainer.compute_loss(spied, rows)
+    ways.clear()
+    spied.train()
+    assert set(ways) == {"two"}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])
@@ -256,16 +257,17 @@ def test_a_run_makes_the_logits_of_a_step_once(make_sft, monkeypatch, ways):
 
 
 @pytest.mark.parametrize("forced", [False, True])
-def test_a_loss_that_is_not_finite_skips_the_update(make_sft, ways, forced):
+def test_a_loss_that_is_not_finite_skips_the_update(make_sft, ways, monkeypatch, forced):
     """Although its gradient would be finite."""
-    ways.forced, trainer = forced, make_sft()
-    loss, before = trainer.compute_loss, weights_of(trainer.model)
+    ways.forced, trainer, noted = forced, make_sft(), heads.lm_head_loss
+    before = weights_of(trainer.model)
 
-    def infinite(rows):
-        found, extra = loss(rows)
-        return found + float("inf"), extra
+    def infinite(*arguments, **more):
+        loss, *rest = noted(*arguments, **more)
+        return loss + float("inf"), *rest
 
-    trainer.compute_loss = infinite
+    monkeypatch.setattr(heads, "lm_head_loss", infinite)
     with pytest.raises(ValueError, match="every update of this run .* was skipped"):
         trainer.train()
+    assert set(ways) == {"one"} and logged(trainer, "grad_norm") == [None] * 4
     assert all(np.array_equal(x, before[name]) for name, x in weights_of(trainer.model).items())
