@@ -223,10 +223,13 @@ def test_which_losses_need_whole_sequences():
     assert count > 8 and not needs_sequences("clip", "token", None)
 
 
+@pytest.mark.parametrize("reads", ["log-probabilities", "entropy alone"])
 @pytest.mark.parametrize("temperature, vocab_size", [(1.0, None), (0.6, VOCABULARY - 3)])
-def test_it_is_the_loss_on_the_whole_logits(temperature, vocab_size):
+def test_it_is_the_loss_on_the_whole_logits(temperature, vocab_size, reads):
     case = Case(9, "float64")
     loss_of = cross_entropy(case)
+    if reads == "entropy alone":
+        loss_of = lambda logprobs, entropy, rows: (entropy.sum() * 0.3, None)  # noqa: E731
     hidden, weight = Parameter(case.hidden.copy()), Parameter(case.weight.copy())
     logprobs, entropy = ops.token_logprobs(ops.linear(hidden, weight), case.targets, temperature, vocab_size)
     loss, _ = loss_of(logprobs, entropy, None)
