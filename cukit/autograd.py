@@ -225,6 +225,11 @@ def record(data, inputs, rule, remade=()):
     return outputs if isinstance(data, tuple) else outputs[0]
 
 
+def is_recording() -> bool:
+    """Whether this thread's ops are recorded now."""
+    return _tape.on
+
+
 @contextmanager
 def no_grad():
     """Inside, this thread records nothing."""

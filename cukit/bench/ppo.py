@@ -18,6 +18,7 @@ from ..models.value_head import ValueHead
 from ..ops import ppo_loss
 from ..optim import AdamW
 from ..trainers.batch import PackedBatch, Rows
+from ..trainers.loss import backward, first_gradient
 from . import PPOBench
 from .levels import level_for
 from .measure import memory_in_use, peak_memory, seconds_of
@@ -57,18 +58,21 @@ class Learners:
             hidden = predicting_states(self.critic, tokens)
         return logprobs, entropies, self.critic.scores(hidden)
 
-    def _loss(self, rows: Rows):
-        logprobs, entropies, values = self.forward(rows)
-        old = rows.logprobs, rows.values, None, rows.advantages, rows.returns, rows.weights
-        return ppo_loss(logprobs, values, entropies, *old, **LOSS)[0]
+    def _policy_loss(self, rows: Rows, upstream):
+        """With the value loss of a shared critic."""
+        hidden, shared = predicting_states(self.policy, rows.tokens), not isinstance(self.critic, Decoder)
+        values = self.critic.scores(hidden) if shared else Tensor(rows.values)
+        settings = LOSS if shared else LOSS | {"vf_coef": 0.0}
 
-    def _policy_loss(self, rows: Rows):
-        hidden = predicting_states(self.policy, rows.tokens)
-        logprobs, entropies = self.policy.lm_head.logprobs(hidden, rows.targets)
-        old = rows.logprobs, rows.values, None, rows.advantages, rows.returns, rows.weights
-        return ppo_loss(logprobs, Tensor(rows.values), entropies, *old, **LOSS | {"vf_coef": 0.0})[0]
+        def loss_of(logprobs, entropies, part):
+            own = rows.part(part)
+            old = own.logprobs, own.values, None, own.advantages, own.returns, own.weights
+            known = values if part is None else Tensor(values.data[part])
+            return ppo_loss(logprobs, known, entropies, *old, **settings)
 
-    def _critic_loss(self, rows: Rows):
+        return self.policy.lm_head.loss(hidden, rows.targets, loss_of, upstream)[0]
+
+    def _critic_loss(self, rows: Rows, upstream):
         values, known = self.critic.scores(predicting_states(self.critic, rows.tokens)), Tensor(rows.logprobs)
         old = rows.logprobs, rows.values, None, rows.advantages * 0, rows.returns, rows.weights
         return ppo_loss(known, values, known, *old, **LOSS | {"entropy_coef": 0.0})[0]
@@ -76,11 +80,11 @@ class Learners:
     def update(self, parts: list[Rows]) -> None:
         policy, critic = self.optimizers
         critic.loss_scale = policy.loss_scale  # float16: one backward pass has one scale
-        passes = [self._policy_loss, self._critic_loss] if isinstance(self.critic, Decoder) else [self._loss]
+        passes = [self._policy_loss, self._critic_loss] if isinstance(self.critic, Decoder) else [self._policy_loss]
         for loss_of in passes:
             for rows in parts:
-                loss = loss_of(rows)
-                loss.backward(loss.data * 0 + policy.loss_scale)
+                upstream = first_gradient(self.policy, policy.loss_scale)
+                backward(loss_of(rows, upstream), upstream)
         for optimizer in self.optimizers:
             optimizer.step()
 

@@ -12,11 +12,12 @@ import numpy as np
 
 from ..autograd import no_grad
 from ..models.config import LEVELS
-from ..models.logprobs import packed_logprobs
+from ..models.logprobs import packed_logprobs, predicting_states
 from ..optim import AdamW
 from ..options import require
 from ..trainers.batch import PackedBatch, Rows
 from ..trainers.in_backward import UpdateInBackward
+from ..trainers.loss import backward, first_gradient
 from . import TrainBench
 from .levels import level_for
 from .measure import DriverPeak, memory_in_use, peak_memory, seconds_of
@@ -136,12 +137,15 @@ def _logprobs(model, step: Step) -> None:
 
 
 def _train(model, optimizer: AdamW, step: Step, in_backward: bool = False) -> None:
+    def mean(logprobs, entropy, part):
+        return logprobs.sum() * (-1 / step.completion_tokens), None
+
     update = UpdateInBackward([(optimizer, optimizer.lr)]) if in_backward else None
     for rows in step.micro_batches:
-        logprobs, _ = packed_logprobs(model, rows.tokens)
-        loss = logprobs.sum() * (-1 / step.completion_tokens)
+        upstream = first_gradient(model, optimizer.loss_scale)
+        loss, *_ = model.lm_head.loss(predicting_states(model, rows.tokens), rows.targets, mean, upstream)
         with nullcontext() if update is None else update.updating():
-            loss.backward(loss.data * 0 + optimizer.loss_scale)
+            backward(loss, upstream)
     if update is None:
         optimizer.step()
     else:

@@ -19,8 +19,8 @@ MIB = 1 << 20
 WORKSPACE_BYTES = 32 * MIB  # WORKSPACE_BYTES in backend/cuda/cublas.py
 SLAB_BYTES = 32 * MIB  # SLAB_BYTES of the arena that captured steps take their memory from
 CHUNK_KEYS = 256  # a decode step keeps one partial result for so many keys
-HEAD_ROWS = 4096  # rows of logits at a time in training: chunk_rows of ops.lm_head_logprobs
-HEAD_CHUNKS = 2  # arrays of HEAD_ROWS x vocabulary that its backward pass holds at once: logits and their gradient
+HEAD_ROWS = 4096  # rows of logits at a time in training: chunk_rows of ops.lm_head_logprobs and lm_head_loss
+HEAD_CHUNKS = 1  # arrays of HEAD_ROWS x vocabulary that they hold at once: the logits become their gradient in place
 CHECK_ROWS = 1024  # rows at which the exactness check multiplies with a vocabulary's weight
 
 

@@ -1,7 +1,7 @@
 """A head computes something from a decoder's hidden states; a model may have several."""
 
 from ..autograd import Parameter, Tensor
-from ..ops import linear, lm_head_logprobs, score
+from ..ops import linear, lm_head_logprobs, lm_head_loss, score
 from .modules import Module, declare
 
 
@@ -24,6 +24,15 @@ class LanguageModelHead(Module):
         hidden (N, C), targets (N,) int32; the logits are never held as a whole.
         """
         return lm_head_logprobs(hidden, self.weight, targets, temperature, self.vocab_size)
+
+    def loss(self, hidden: Tensor, targets, loss_of, upstream=None, temperature: float = 1.0, on_logits=None):
+        """A loss on logprobs(…): (loss, what loss_of returns beside it, logprobs, entropy). See ops.lm_head_loss.
+
+        upstream: what backward() will begin with, if the loss is a sum of terms of single tokens: then the head's
+        gradient is made in the same pass.
+        """
+        given = temperature, self.vocab_size
+        return lm_head_loss(hidden, self.weight, targets, loss_of, upstream, *given, on_logits=on_logits)
 
 
 class ScoreHead(Module):

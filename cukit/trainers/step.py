@@ -22,6 +22,7 @@ from ..options import say_once
 from ..runs.metrics import Timer
 from .config import TrainerConfig
 from .in_backward import UpdateInBackward
+from .loss import compute_and_backward
 from .state import POLICY, TrainedModel
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ class Steps(ABC):
 
     args: TrainerConfig
     also_named: ClassVar[dict[str, str]] = {}  # a metric's second name in TRL -> the metric
+    upstream: Any = None  # what the backward pass of compute_loss's loss will begin with, where that is known before
     models: dict[str, TrainedModel]
     sampler: EpochSampler
     timer: Timer
@@ -146,11 +148,9 @@ class Steps(ABC):
         be, has_gradient, scale = self.model.backend, False, self._loss_scale
         sums: dict[str, Any] = {}
         for micro_batch in micro_batches:
-            loss, extra = self.compute_loss(micro_batch)
-            if loss.requires_grad:
-                has_gradient = True
-                with nullcontext() if in_backward is None else in_backward.updating():
-                    loss.backward(loss.data * 0 + scale)
+            updating = nullcontext() if in_backward is None else in_backward.updating()
+            loss, extra = compute_and_backward(self, micro_batch, scale, updating)
+            has_gradient |= loss.requires_grad
             for name, value in (extra | {"loss": loss.data}).items():
                 combine = np.maximum if name.startswith("max/") else np.add
                 sums[name] = combine(sums[name], value) if name in sums else value

@@ -188,6 +188,7 @@ def strays(dtype):
     be.embedding_backward(be.zeros((7, 13), "float32"), dy, ids)
     logprobs, entropy, lse = be.token_logprobs_forward(dy, ids, 0.7, 11)
     be.token_logprobs_backward(dy, ids, lse, entropy, entropy, entropy, 0.7, 11)
+    be.token_logprobs_backward(dy, ids, lse, entropy, entropy, entropy, 0.7, 11, out=dy)
     logits = normal(5, 5000)
     logits[0, 7], logits[1, 9], logits[2] = np.nan, np.inf, -np.inf
     values = ((0.7, np.float32), (20, np.int32), (0.9, np.float32), (0.1, np.float32), (3, np.uint64), (4, np.int64))
