@@ -2,6 +2,8 @@
 
 from ..options import LARGEST_SEED, Options, check_choices, check_range, option, require
 
+QUANTIZATIONS = ("int8", "fp8")
+
 
 class EngineConfig(Options):
     """The rollout engine's limits."""
@@ -25,6 +27,11 @@ class EngineConfig(Options):
         "false does without",
         ("auto", "true", "false"),
     )
+    quantization: str | None = option(
+        None,
+        "weights of linear layers in 8 bits, of the engine alone: int8 or fp8; default: the model's own",
+        QUANTIZATIONS,
+    )
     enable_prefix_caching: bool = option(True, "share the KV cache of equal prompt beginnings")
     seed: int = option(0, "seed of requests that bring none")
 
@@ -34,6 +41,17 @@ class EngineConfig(Options):
             check_range(self, name, 1)
         check_range(self, "gpu_memory_utilization", 0, 1, open_low=True)
         check_range(self, "seed", 0, LARGEST_SEED)
+        for name in self.roundings:
+            require(
+                self.exact != "true",
+                f"exact=true cannot be kept with {name}={getattr(self, name)}, which rounds what decoding reads and "
+                f"training does not: leave {name} out, or exact",
+            )
+
+    @property
+    def roundings(self) -> list[str]:
+        """The options in force that make sampling differ from training."""
+        return ["quantization"] if self.quantization is not None else []
 
 
 class SamplingOptions(Options):

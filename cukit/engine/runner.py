@@ -9,12 +9,15 @@ What was drawn stays on the device, too: the step after the one in flight takes 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 
 import numpy as np
 
 from ..autograd import Tensor, no_grad
 from ..models.adapters import weights_in_use
 from ..models.attend import PagedDecode, PagedPrefill
+from ..models.quantized import QuantizedWeights
 from .config import EngineConfig
 from .copies import Inbox, Results
 from .request import SEED_MASK
@@ -38,6 +41,7 @@ class ModelRunner:
         self.kv = _cache_arrays(self._memory, model, self.num_blocks, self.block_size)
         self._precise = self.backend.accumulator(model.dtype)
         self._wide = None  # copies of the weights as they were at the first step after weights_changed()
+        self._quantization, self._quantized = config.quantization, None  # these stay, and are made anew in place
         self._steps: dict[tuple[int, int], tuple] = {}  # (rows, longest context) -> (device views, the step)
         self._graphs = self.backend.Graphs()
         self._inbox = Inbox(self.backend, self.backend.row_bucket(rows.capacity), np.int32, self._precise)
@@ -102,11 +106,25 @@ class ModelRunner:
             source, target = np.array(step.copies, np.int32).T
             self.backend.copy_blocks(self.kv, self.backend.array(source), self.backend.array(target))
 
-    def _weights(self):
+    @contextmanager
+    def _weights(self) -> Iterator[None]:
         """Within it the forward pass may use copies of the weights."""
         if self._wide is None:
-            self._wide = self.backend.WideCopies(weights_in_use(self.model))
-        return self._wide
+            self._wide = self.backend.WideCopies(self._copy_weights())
+        with self._wide, self._quantized or nullcontext():
+            yield
+
+    def _copy_weights(self) -> list:
+        """Quantise the weights if that is asked for; returns those that stay in use as they are."""
+        in_use = weights_in_use(self.model)
+        if self._quantization is None:
+            return in_use
+        if self._quantized is None:
+            self._quantized = QuantizedWeights(self.model, self._quantization)
+        else:
+            self._quantized.refresh()
+        replaced = self._quantized.replaced()
+        return [weight for weight in in_use if id(weight) not in replaced]
 
     # ---- rows ----
 

@@ -154,6 +154,18 @@ def adapters(dtype):
         be.merge_adapter(w, w, be.array(statistics(rank, ins)), be.array(statistics(outs, rank)), 0.5)
 
 
+def quantized(dtype):
+    be = backend_for("cuda")
+    for kind in (np.int8, np.uint8):
+        for rows, ins, outs in ((3, 13, 7), (14, 160, 130), (20, 13, 70), (70, 160, 130), (5, 32, 4100), (300, 40, 33)):
+            x, w = (be.array(normal(*shape).astype(be.dtype_of(dtype))) for shape in ((rows, ins), (outs, ins)))
+            q, scale = be.zeros(w.shape, kind), be.zeros((outs,), "float32")
+            be.quantize_weight(q, scale, w)
+            be.dequantize_weight(w, q, scale)
+            y = be.quantized_linear_forward(x, q, scale)
+            be.quantized_linear_forward(x, q, scale, y[0].copy(), y)
+
+
 def returns_and_ppo_loss():
     be = backend_for("cuda")
     columns = [be.array(statistics(113, seed=s)) for s in range(9)]
@@ -218,6 +230,7 @@ def main():
         if "products" in parts:
             products(dtype)
             adapters(dtype)
+            quantized(dtype)
     if "losses" in parts:
         policy_losses()
         returns_and_ppo_loss()
