@@ -32,6 +32,9 @@ class EngineConfig(Options):
         "weights of linear layers in 8 bits, of the engine alone: int8 or fp8; default: the model's own",
         QUANTIZATIONS,
     )
+    kv_cache_dtype: str = option(
+        "auto", "numbers of the KV cache: auto: the model's dtype; fp8: E4M3, half the bytes", ("auto", "fp8")
+    )
     enable_prefix_caching: bool = option(True, "share the KV cache of equal prompt beginnings")
     seed: int = option(0, "seed of requests that bring none")
 
@@ -51,7 +54,8 @@ class EngineConfig(Options):
     @property
     def roundings(self) -> list[str]:
         """The options in force that make sampling differ from training."""
-        return ["quantization"] if self.quantization is not None else []
+        found = {"quantization": self.quantization is not None, "kv_cache_dtype": self.kv_cache_dtype != "auto"}
+        return [name for name, rounds in found.items() if rounds]
 
 
 class SamplingOptions(Options):

@@ -23,7 +23,7 @@ from .copies import Inbox, Results
 from .request import SEED_MASK
 from .rows import SAMPLING, Rows
 from .scheduler import Span, Step
-from .shapes import CHUNK_KEYS, block_bytes
+from .shapes import CHUNK_KEYS, block_bytes, cache_dtype
 
 MOST_STEPS = 1024  # kept ready; a CPU, which rounds nothing up, meets more shapes than it is worth keeping
 
@@ -36,9 +36,9 @@ class ModelRunner:
         self.num_blocks, self.block_size = config.num_kv_blocks, config.block_size
         self.enforce_eager = config.enforce_eager
         self.max_context_len = rows.block_tables.shape[1] * config.block_size
-        block = block_bytes(model.config, model.dtype, config.block_size)
-        self._memory = self.backend.Reservation(self.num_blocks * block)
-        self.kv = _cache_arrays(self._memory, model, self.num_blocks, self.block_size)
+        dtype = cache_dtype(config, model.dtype)
+        self._memory = self.backend.Reservation(self.num_blocks * block_bytes(model.config, dtype, config.block_size))
+        self.kv = _cache_arrays(self._memory, model.config, dtype, self.num_blocks, self.block_size)
         self._precise = self.backend.accumulator(model.dtype)
         self._wide = None  # copies of the weights as they were at the first step after weights_changed()
         self._quantization, self._quantized = config.quantization, None  # these stay, and are made anew in place
@@ -221,12 +221,11 @@ class ModelRunner:
         return banned, penalty, seen
 
 
-def _cache_arrays(memory, model, num_blocks: int, block_size: int) -> list[tuple]:
+def _cache_arrays(memory, config, dtype, num_blocks: int, block_size: int) -> list[tuple]:
     """For each layer K and V of (num_blocks, block_size, K, D), side by side in `memory`."""
-    config = model.config
     shape = (num_blocks, block_size, config.num_key_value_heads, config.head_dim)
-    nbytes = math.prod(shape) * model.dtype.itemsize
-    arrays = [memory.array(index * nbytes, shape, model.dtype) for index in range(2 * config.num_hidden_layers)]
+    nbytes = math.prod(shape) * dtype.itemsize
+    arrays = [memory.array(index * nbytes, shape, dtype) for index in range(2 * config.num_hidden_layers)]
     return list(zip(arrays[::2], arrays[1::2], strict=True))
 
 

@@ -248,6 +248,11 @@ def _forward_bytes(config: ModelConfig, dtype) -> int:
     return (3 * config.hidden_size + max(2 * qkv + queries, 3 * config.intermediate_size)) * dtype.itemsize
 
 
+def cache_dtype(engine: EngineConfig, dtype) -> np.dtype:
+    """What the KV cache of a model in `dtype` holds; uint8 are E4M3 codes."""
+    return np.dtype(np.uint8) if engine.kv_cache_dtype == "fp8" else np.dtype(dtype)
+
+
 def block_bytes(config: ModelConfig, dtype, block_size: int) -> int:
     """Bytes of one block of the KV cache, keys and values of all layers."""
     return 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * dtype.itemsize * block_size

@@ -75,7 +75,16 @@ def test_correction_is_on_unless_it_was_given(caplog, monkeypatch):
         GRPOConfig(quantization="int8", vllm_importance_sampling_clip_max=None)
 
 
+def test_a_rounded_cache_counts_as_rounding(make_grpo):
+    trainer = make_grpo(kv_cache_dtype="fp8")
+    trainer.train()
+    assert trainer.args.vllm_importance_sampling_correction
+    assert 1e-4 < max(logged(trainer, "sampling/sampling_logp_difference/mean")) < 0.1
+
+
 @pytest.mark.parametrize("config", [GRPOConfig, PPOConfig])
 def test_exact_refuses_rounding(config):
     with pytest.raises(ValueError, match="exact=true cannot be kept with quantization=int8"):
         config(quantization="int8", exact="true")
+    with pytest.raises(ValueError, match="exact=true cannot be kept with kv_cache_dtype=fp8"):
+        config(kv_cache_dtype="fp8", exact="true")
