@@ -48,7 +48,7 @@ __device__ __forceinline__ void pack_weights(unsigned (&a)[4], const float (&wei
 }
 
 // ROWS rows of E4m3 codes from `first` on into a tile, as SCALAR; rows from `end` on become zeros and are not read. A
-// thread reads CODES of them at once (for two units of 16 bytes of its tile, where they fit) and waits for them, so that
+// thread reads CODES of them at once, which are two units of 16 bytes of its tile where they fit, and waits for them:
 // UNROLL reads are under way.
 template <class Tiles, int ROWS, int THREADS, int UNROLL, class Source>
 __device__ __forceinline__ void decode_rows(SCALAR* tile, const Source& source, int first, int end) {
