@@ -4,7 +4,7 @@
 // specialise: SCALAR=bf16,f16,f32 HEAD_DIM=64,128,…
 // With CACHE_E4M3 the caches hold E4m3 codes (e4m3.cuh), rounded when they are stored; attention computes with them in
 // SCALAR, which has each exactly.
-// specialise: SCALAR=bf16,f16,f32 HEAD_DIM=64,128,… CACHE_E4M3=1
+// specialise: SCALAR=bf16,f16,f32 HEAD_DIM=128,… CACHE_E4M3=1
 // The block tables' own kernel needs neither:
 // specialise:
 // arch: sm_80 sm_89 sm_90a sm_100 sm_120

@@ -57,7 +57,7 @@ def read_fp8(config: dict) -> Fp8Files | None:
         return Fp8Files("fp8", _block(name, found.get("weight_block_size")))
     require(
         method == "compressed-tensors",
-        f"config.json: {name}: quant_method={method!r} is not supported (compressed-tensors' FP8 and fp8 are); {WAY_OUT}",
+        f"config.json: {name}: quant_method={method!r} is not supported (compressed-tensors and fp8 are); {WAY_OUT}",
     )
     layout = found.get("format")
     require(

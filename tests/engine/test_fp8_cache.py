@@ -2,6 +2,8 @@
 bytes.
 """
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -80,6 +82,15 @@ def test_a_block_has_half_the_bytes():
     ]
     assert plans[0].num_kv_blocks / plans[1].num_kv_blocks == pytest.approx(2, rel=1e-3)
     assert plans[0].kv_bytes == pytest.approx(plans[1].kv_bytes, rel=1e-3)
+
+
+def test_a_card_refuses_a_head_dim_that_its_kernels_do_not_read():
+    use = ModelUse("model", replace(SHAPE, head_dim=12), "bfloat16")
+    with pytest.raises(
+        ValueError, match="kv_cache_dtype=fp8 needs a head_dim that is a multiple of 8 on a card, got 12"
+    ):
+        plan_memory([use], EngineConfig(**FP8), card())
+    plan_memory([use], EngineConfig(), card())
 
 
 def test_options():

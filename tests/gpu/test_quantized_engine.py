@@ -57,7 +57,7 @@ def test_graphs_small_pools_and_chunks_change_no_bit(options, dtype):
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("name", ["qwen3_tiny", "qwen2_tiny", "llama_tiny"])
+@pytest.mark.parametrize("name", ["qwen3_tiny", "llama_tiny"])
 def test_first_tokens_have_the_cpus_logprobs(name, options):
     """float32, greedy: the log-prob of the first token is that of the NumPy shelf. A number that a sum's last bit takes
     to the neighbouring code of the cache costs up to 1/16 of itself, so that is wider.
@@ -72,6 +72,20 @@ def test_first_tokens_have_the_cpus_logprobs(name, options):
     )
     tolerance = 0.1 if "kv_cache_dtype" in options else 2e-3
     np.testing.assert_allclose(found, expected, atol=tolerance)
+
+
+def test_biases_are_added_and_a_head_dim_of_12_has_no_fp8_cache():
+    first = SamplingParams(temperature=0.0, max_tokens=1, logprobs=True)
+    found, expected = (
+        [
+            request.sequences[0].logprobs[0]
+            for request in make_llm(load("qwen2_tiny", "float32", device), quantization="fp8").run(PROMPTS, first)
+        ]
+        for device in ("cuda", "cpu")
+    )
+    np.testing.assert_allclose(found, expected, atol=2e-3)
+    with pytest.raises(ValueError, match="multiple of 8 on a card, got 12"):
+        make_llm(load("qwen2_tiny"), kv_cache_dtype="fp8")
 
 
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
