@@ -176,7 +176,7 @@ def _with_cache(plan: Plan, use: ModelUse, engine: EngineConfig, backend, longes
     size, config = engine.block_size, use.config
     if engine.kv_cache_dtype == "fp8" and backend.name == "cuda" and config.head_dim % 8:
         raise ValueError(
-            f"kv_cache_dtype=fp8 needs a head_dim that is a multiple of 8 on a card, got {config.head_dim}: leave it out"
+            f"kv_cache_dtype=fp8 needs a head_dim that is a multiple of 8 on a card, got {config.head_dim}: use auto"
         )
     block = block_bytes(config, cache_dtype(engine, backend.dtype_of(use.dtype)), size)
     length = engine.max_model_len or config.max_position_embeddings
