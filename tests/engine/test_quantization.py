@@ -169,3 +169,11 @@ def test_a_card_holds_the_copies_the_sums_of_parts_and_one_wide_weight():
     assert items["engine: decode step, sums of quantised products"].nbytes == 8 * 64 * 2 * width * 4
     assert items["engine: one weight of 8 bits in the model's dtype"].nbytes == 2 * width * SHAPE.hidden_size * 2
     assert items["engine: weights in 8 bits"].phase == "always"
+
+
+def test_the_planner_knows_the_kernels_limits():
+    pytest.importorskip("cupy", reason="the launchers import it: pip install 'cukit[compile]'")
+    from cukit.backend.cuda import quantized
+    from cukit.engine.shapes import PART_CLASSES, PART_ROWS
+
+    assert (quantized.MOST_ROWS, quantized.CLASSES) == (PART_ROWS, PART_CLASSES)
