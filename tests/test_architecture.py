@@ -75,6 +75,7 @@ HEADER_LEVELS = {
     "kl.cuh": 1,
     "logits.cuh": 1,
     "philox.cuh": 1,
+    "e4m3.cuh": 1,
     "filters.cuh": 2,
     "attention_rows.cuh": 2,
     "tiles_mma.cuh": 2,
@@ -109,8 +110,9 @@ NOUNS = {
     "ppo_loss": ALL,
     "rope": ALL,
     "score": ALL,
-    "optimizer": ALL - {"ops"},  # these five have no derivative
+    "optimizer": ALL - {"ops"},  # these six have no derivative
     "paged_attention": ALL - {"ops"},
+    "quantized": ALL - {"ops"},
     "random": ALL - {"ops"},
     "returns": ALL - {"ops"},
     "sampling": ALL - {"ops"},

@@ -75,6 +75,7 @@ CONTRACT = {
     ),
     "policy_loss": ("policy_loss_forward",),
     "ppo_loss": ("ppo_loss_forward",),
+    "quantized": ("dequantize_weight", "quantize_weight", "quantized_linear_forward"),
     "random": ("fill_normal",),
     "returns": ("gae", "token_rewards", "whiten"),
     "rope": ("qk_norm_rope_backward", "qk_norm_rope_forward"),

@@ -5,6 +5,7 @@ from typing import Any
 
 from ..options import LARGEST_SEED, Options, check_choices, check_range, option, require
 
+QUANTIZATIONS = ("int8", "fp8")
 UNITS = {"": 1} | {f"{prefix}b": 1000**power for power, prefix in enumerate(("", "k", "m", "g", "t"))}
 UNITS |= {f"{prefix}ib": 1024**power for power, prefix in enumerate(("", "k", "m", "g", "t")) if prefix}
 SIZE = re.compile(r"(\d+\.?\d*(?:e\+?\d+)?|\.\d+(?:e\+?\d+)?)\s*([a-z]*)", re.IGNORECASE)
@@ -70,6 +71,14 @@ class EngineConfig(Options):
         "false does without",
         ("auto", "true", "false"),
     )
+    quantization: str | None = option(
+        None,
+        "weights of linear layers in 8 bits, of the engine alone: int8 or fp8; default: the model's own",
+        QUANTIZATIONS,
+    )
+    kv_cache_dtype: str = option(
+        "auto", "numbers of the KV cache: auto: the model's dtype; fp8: E4M3, half the bytes", ("auto", "fp8")
+    )
     enable_prefix_caching: bool = option(True, "share the KV cache of equal prompt beginnings")
     seed: int = option(0, "seed of requests that bring none")
 
@@ -79,6 +88,18 @@ class EngineConfig(Options):
             check_range(self, name, 1)
         check_range(self, "gpu_memory_utilization", 0, 1, open_low=True)
         check_range(self, "seed", 0, LARGEST_SEED)
+        for name in self.roundings:
+            require(
+                self.exact != "true",
+                f"exact=true cannot be kept with {name}={getattr(self, name)}, which rounds what decoding reads and "
+                f"training does not: leave {name} out, or exact",
+            )
+
+    @property
+    def roundings(self) -> list[str]:
+        """The options in force that make sampling differ from training."""
+        found = {"quantization": self.quantization is not None, "kv_cache_dtype": self.kv_cache_dtype != "auto"}
+        return [name for name, rounds in found.items() if rounds]
 
 
 class SamplingOptions(Options):

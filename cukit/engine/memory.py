@@ -25,6 +25,7 @@ from .shapes import (
     Item,
     ModelUse,
     block_bytes,
+    cache_dtype,
     lasting_items,
     rollout_items,
     training_items,
@@ -263,7 +264,11 @@ def _with_waste(items: list[Item], uses, backend) -> list[Item]:
 def _with_cache(plan: Plan, use: ModelUse, engine: EngineConfig, backend, longest_sequence, quiet: bool) -> Plan:
     """The plan with the cache's size, whether it sleeps, and the max_model_len that holds."""
     size, config = engine.block_size, use.config
-    block = block_bytes(config, backend.dtype_of(use.dtype), size)
+    if engine.kv_cache_dtype == "fp8" and backend.name == "cuda" and config.head_dim % 8:
+        raise ValueError(
+            f"kv_cache_dtype=fp8 needs a head_dim that is a multiple of 8 on a card, got {config.head_dim}: use auto"
+        )
+    block = block_bytes(config, cache_dtype(engine, backend.dtype_of(use.dtype)), size)
     length = engine.max_model_len or config.max_position_embeddings
     asleep = (plan.limit - plan.phase_bytes("rollout")) // block
     awake = (plan.limit - plan.peak_bytes) // block if backend.name == "cuda" else min(asleep, CPU_CACHE_BYTES // block)

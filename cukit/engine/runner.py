@@ -9,18 +9,21 @@ What was drawn stays on the device, too: the step after the one in flight takes 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 
 import numpy as np
 
 from ..autograd import Tensor, no_grad
 from ..models.adapters import weights_in_use
 from ..models.attend import PagedDecode, PagedPrefill
+from ..models.quantized import QuantizedWeights
 from .config import EngineConfig
 from .copies import Inbox, Results
 from .request import SEED_MASK
 from .rows import SAMPLING, Rows
 from .scheduler import Span, Step
-from .shapes import CHUNK_KEYS, block_bytes
+from .shapes import CHUNK_KEYS, block_bytes, cache_dtype
 
 MOST_STEPS = 1024  # kept ready; a CPU, which rounds nothing up, meets more shapes than it is worth keeping
 
@@ -33,11 +36,12 @@ class ModelRunner:
         self.num_blocks, self.block_size = config.num_kv_blocks, config.block_size
         self.enforce_eager = config.enforce_eager
         self.max_context_len = rows.block_tables.shape[1] * config.block_size
-        block = block_bytes(model.config, model.dtype, config.block_size)
-        self._memory = self.backend.Reservation(self.num_blocks * block)
-        self.kv = _cache_arrays(self._memory, model, self.num_blocks, self.block_size)
+        dtype = cache_dtype(config, model.dtype)
+        self._memory = self.backend.Reservation(self.num_blocks * block_bytes(model.config, dtype, config.block_size))
+        self.kv = _cache_arrays(self._memory, model.config, dtype, self.num_blocks, self.block_size)
         self._precise = self.backend.accumulator(model.dtype)
         self._wide = None  # copies of the weights as they were at the first step after weights_changed()
+        self._quantization, self._quantized = config.quantization, None  # these stay, and are made anew in place
         self._steps: dict[tuple[int, int], tuple] = {}  # (rows, longest context) -> (device views, the step)
         self._graphs = self.backend.Graphs()
         self._inbox = Inbox(self.backend, self.backend.row_bucket(rows.capacity), np.int32, self._precise)
@@ -102,11 +106,25 @@ class ModelRunner:
             source, target = np.array(step.copies, np.int32).T
             self.backend.copy_blocks(self.kv, self.backend.array(source), self.backend.array(target))
 
-    def _weights(self):
+    @contextmanager
+    def _weights(self) -> Iterator[None]:
         """Within it the forward pass may use copies of the weights."""
         if self._wide is None:
-            self._wide = self.backend.WideCopies(weights_in_use(self.model))
-        return self._wide
+            self._wide = self.backend.WideCopies(self._copy_weights())
+        with self._wide, self._quantized or nullcontext():
+            yield
+
+    def _copy_weights(self) -> list:
+        """Quantise the weights if that is asked for; returns those that stay in use as they are."""
+        in_use = weights_in_use(self.model)
+        if self._quantization is None:
+            return in_use
+        if self._quantized is None:
+            self._quantized = QuantizedWeights(self.model, self._quantization)
+        else:
+            self._quantized.refresh()
+        replaced = self._quantized.replaced()
+        return [weight for weight in in_use if id(weight) not in replaced]
 
     # ---- rows ----
 
@@ -203,12 +221,11 @@ class ModelRunner:
         return banned, penalty, seen
 
 
-def _cache_arrays(memory, model, num_blocks: int, block_size: int) -> list[tuple]:
+def _cache_arrays(memory, config, dtype, num_blocks: int, block_size: int) -> list[tuple]:
     """For each layer K and V of (num_blocks, block_size, K, D), side by side in `memory`."""
-    config = model.config
     shape = (num_blocks, block_size, config.num_key_value_heads, config.head_dim)
-    nbytes = math.prod(shape) * model.dtype.itemsize
-    arrays = [memory.array(index * nbytes, shape, model.dtype) for index in range(2 * config.num_hidden_layers)]
+    nbytes = math.prod(shape) * dtype.itemsize
+    arrays = [memory.array(index * nbytes, shape, dtype) for index in range(2 * config.num_hidden_layers)]
     return list(zip(arrays[::2], arrays[1::2], strict=True))
 
 

@@ -13,12 +13,14 @@ from ..models.adapter_config import AdapterConfig
 from ..models.adapters import BESIDE, adapter_columns, adapter_sizes
 from ..models.config import ModelConfig
 from ..models.decoder import Layer
+from ..models.quantized import quantized_sizes
 from .config import EngineConfig
 
 MIB = 1 << 20
 WORKSPACE_BYTES = 32 * MIB  # WORKSPACE_BYTES in backend/cuda/cublas.py
 SLAB_BYTES = 32 * MIB  # SLAB_BYTES of the arena that captured steps take their memory from
 CHUNK_KEYS = 256  # a decode step keeps one partial result for so many keys
+PART_ROWS, PART_CLASSES = 256, 8  # MOST_ROWS of backend/cuda/quantized.py, CLASSES of kernels/quantized.cu
 HEAD_ROWS = 4096  # rows of logits at a time in training: chunk_rows of ops.lm_head_logprobs and lm_head_loss
 HEAD_CHUNKS = 1  # arrays of HEAD_ROWS x vocabulary that they hold at once: the logits become their gradient in place
 CHECK_ROWS = 1024  # rows at which the exactness check multiplies with a vocabulary's weight
@@ -249,7 +251,8 @@ def rollout_items(use: ModelUse, engine: EngineConfig, backend) -> list[Item]:
     logits = rows * config.vocab_size * dtype.itemsize
     tables = rows * -(-length // engine.block_size) * 4
     step = rows * _forward_bytes(config, dtype) + logits
-    items = [Item("engine: block tables", tables)]
+    numbers, channels, largest = _quantized(use, engine)
+    items = [Item("engine: block tables", tables), Item("engine: weights in 8 bits", numbers + 4 * channels)]
     prompts = prompt_tokens * _forward_bytes(config, dtype)
     if backend.name == "cuda":
         chunks = -(-length // CHUNK_KEYS)
@@ -259,15 +262,33 @@ def rollout_items(use: ModelUse, engine: EngineConfig, backend) -> list[Item]:
         phase = "rollout" if engine.enforce_eager else "always"
         items.append(Item("engine: decode step", step, phase))
         items.append(Item("engine: decode step, partial results of long rows", partials, phase))
+        items.append(Item("engine: decode step, sums of quantised products", _parts(use, engine, backend), phase))
+        one_phase = phase if rows > PART_ROWS else "rollout"
+        items.append(Item("engine: one weight of 8 bits in the model's dtype", largest * dtype.itemsize, one_phase))
         if dtype.itemsize == 2 and engine.exact != "false":
             check = (config.vocab_size * (config.hidden_size + 2 * CHECK_ROWS)) * dtype.itemsize
             prompts = max(prompts, check)
     else:
         items.append(Item("engine: decode step", step, "rollout"))
         if dtype.itemsize < 4:  # backend/numpy/linear.py's WideCopies
-            items.append(Item("engine: weights in float32", 4 * sum(parameter_counts(config, use.head)), "rollout"))
+            wide = sum(parameter_counts(config, use.head)) - numbers
+            items.append(Item("engine: weights in float32", 4 * wide, "rollout"))
     items.append(Item("engine: prompts", max(prompts, logits), "rollout"))
     return items
+
+
+def _quantized(use: ModelUse, engine: EngineConfig) -> tuple[int, int, int]:
+    """(numbers, output channels, numbers of the largest weight) of what the engine holds in 8 bits."""
+    if engine.quantization is None:
+        return 0, 0, 0
+    numbers, channels, largest = quantized_sizes(Layer(use.config, backend_for("cpu"), "float16", 0))
+    return use.config.num_hidden_layers * numbers, use.config.num_hidden_layers * channels, largest
+
+
+def _parts(use: ModelUse, engine: EngineConfig, backend) -> int:
+    """Bytes of the sums that a product with 8 bits makes before it adds them up (backend/cuda/quantized.py)."""
+    rows = min(backend.row_bucket(engine.max_num_seqs), PART_ROWS)
+    return 0 if engine.quantization is None else PART_CLASSES * rows * 2 * use.config.intermediate_size * 4
 
 
 def _forward_bytes(config: ModelConfig, dtype) -> int:
@@ -275,6 +296,11 @@ def _forward_bytes(config: ModelConfig, dtype) -> int:
     queries = config.num_attention_heads * config.head_dim
     qkv = queries + 2 * config.num_key_value_heads * config.head_dim
     return (3 * config.hidden_size + max(2 * qkv + queries, 3 * config.intermediate_size)) * dtype.itemsize
+
+
+def cache_dtype(engine: EngineConfig, dtype) -> np.dtype:
+    """What the KV cache of a model in `dtype` holds; uint8 are E4M3 codes."""
+    return np.dtype(np.uint8) if engine.kv_cache_dtype == "fp8" else np.dtype(dtype)
 
 
 def block_bytes(config: ModelConfig, dtype, block_size: int) -> int:

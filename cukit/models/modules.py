@@ -3,9 +3,11 @@
 A declared parameter has a shape and a dtype, but no memory: a Store (store.py) gives it its memory.
 """
 
+import threading
+
 import numpy as np
 
-from ..autograd import Parameter
+from ..autograd import Parameter, Tensor
 from ..ops import embedding, linear, rms_norm
 from .store import Declared
 
@@ -55,6 +57,27 @@ class Module:
         return {name: slice(None)}
 
 
+class Products:
+    """What may take the place of linear layers' products: `with products:` does so in this thread."""
+
+    _active = threading.local()
+
+    def __call__(self, linear: "Linear", x: Tensor) -> Tensor | None:
+        """The layer's output, None for a layer whose product stays."""
+        raise NotImplementedError
+
+    def __enter__(self):
+        Products._active.products = self
+        return self
+
+    def __exit__(self, *_):
+        Products._active.products = None
+
+    @classmethod
+    def in_use(cls) -> "Products | None":
+        return getattr(cls._active, "products", None)
+
+
 class Linear(Module):
     """y = x weightᵀ + bias; weight (out, in). parts: name -> rows, which lie one after the other in weight and bias.
 
@@ -69,6 +92,8 @@ class Linear(Module):
         self.adapter = None
 
     def __call__(self, x):
+        if (products := Products.in_use()) is not None and (y := products(self, x)) is not None:
+            return y
         if self.adapter is not None and self.adapter.on:
             return self.adapter(x, self)
         return self.plain(x)

@@ -1,6 +1,7 @@
 """Hugging Face checkpoints: safetensors (one file or sharded) <-> a Decoder's parameters, every key accounted for."""
 
 import json
+import logging
 import os
 from pathlib import Path
 
@@ -10,11 +11,14 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from ..backend import backend_for
+from ..options import say_once
 from .adapter_files import base_of, is_adapter, merge_into, save_adapter
 from .config import ModelConfig
 from .decoder import Decoder
+from .fp8_files import decoded, read_raw
 from .hub import INDEX, WEIGHTS, fetch_model
 
+logger = logging.getLogger(__name__)
 STORED_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 EMBEDDING = "model.embed_tokens.weight"
 
@@ -63,6 +67,7 @@ def load_model(folder, device="cpu", dtype="auto", head="lm_head", score_seed: i
         return model
     config, backend = load_config(folder, head), backend_for(device)
     sources = _tensor_sources(model_folder(folder))
+    codes = _fp8_codes(folder, config, sources)
     model = Decoder(config, backend, dtype, head)
     targets = model.parts()
     if load_config(folder).head != head:
@@ -73,11 +78,17 @@ def load_model(folder, device="cpu", dtype="auto", head="lm_head", score_seed: i
     if config.tie_word_embeddings and "lm_head.weight" in sources and head == "lm_head":
         # some files store the head again: it must be the same
         expected["lm_head.weight"] = targets[EMBEDDING]
-    _check_names_and_shapes(folder, sources, expected)
+    _check_names_and_shapes(folder, sources, expected, codes)
     for path in {path: None for path, _, _ in sources.values()}:
         with safe_open(path, framework="np") as file:
             for name in file.keys():
-                if name in targets:
+                if name not in targets:
+                    continue
+                if name in codes:
+                    scale = read_raw(*codes[name])
+                    numbers = decoded(name, read_raw(path, name), scale, config.fp8.block)
+                    backend.store_weights(targets[name], backend.array(numbers, model.backend.accumulator(model.dtype)))
+                else:
                     _fill(backend, targets[name], file.get_tensor(name))
     if wrong := model.store.non_finite():
         raise ValueError(
@@ -92,6 +103,21 @@ def load_model(folder, device="cpu", dtype="auto", head="lm_head", score_seed: i
                 "set it to false in config.json"
             )
     return model
+
+
+def _fp8_codes(folder, config: ModelConfig, sources: dict) -> dict[str, tuple[Path, str]]:
+    """Name of each tensor of FP8 codes -> (file, name) of its scale; the scales are taken out of sources."""
+    if config.fp8 is None:
+        return {}
+    files = {name: path for name, (path, _, _) in sources.items()}
+    scales = config.fp8.take_scales(sources)
+    if scales:
+        say_once(
+            logger,
+            f"{folder}: FP8 weights ({config.fp8.method}) are brought to the model's dtype; activations are not "
+            "quantised",
+        )
+    return {name: (files[scale], scale) for name, scale in scales.items()}
 
 
 def _fill(backend, target, stored):
@@ -217,7 +243,7 @@ def _shards(folder: Path) -> dict:
     return {folder / file: names for file, names in files.items()}
 
 
-def _check_names_and_shapes(folder, sources, targets):
+def _check_names_and_shapes(folder, sources, targets, codes):
     ignored = {name for name in sources if name.endswith("rotary_emb.inv_freq")}
     problems = []
     if missing := targets.keys() - sources.keys():
@@ -228,7 +254,7 @@ def _check_names_and_shapes(folder, sources, targets):
         _, shape, dtype = sources[name]
         if shape != targets[name].shape:
             problems.append(f"{name} has shape {list(shape)}, config.json says {list(targets[name].shape)}")
-        if dtype not in STORED_DTYPES:
+        if dtype not in STORED_DTYPES and name not in codes:
             problems.append(f"{name} is stored as {dtype}; F32, F16 and BF16 are read")
     if problems:
         raise ValueError(

@@ -69,14 +69,14 @@ def train_and_generate(name, dtype):
     llm.close()
 
 
-def attention(dtype, heads, kv_heads, dim, lengths):
+def attention(dtype, heads, kv_heads, dim, lengths, cache=None):
     be = backend_for("cuda")
     borders = np.cumsum([0, *lengths]).astype(np.int32)
     qkv = be.array(normal(int(borders[-1]), (heads + 2 * kv_heads) * dim).astype(be.dtype_of(dtype)))
     o, lse = be.attention_forward(qkv, be.array(borders), heads, kv_heads)
     be.attention_backward(o, qkv, o, lse, be.array(borders), heads, kv_heads)
     blocks = [-(-length // 16) for length in lengths]
-    caches = [be.zeros((sum(blocks) + 1, 16, kv_heads, dim), dtype) for _ in range(2)]
+    caches = [be.zeros((sum(blocks) + 1, 16, kv_heads, dim), cache or dtype) for _ in range(2)]
     tables = np.zeros((len(lengths), max(blocks)), np.int32)
     firsts = np.cumsum([0, *blocks])[:-1] + 1
     for row, (first, count) in enumerate(zip(firsts, blocks)):
@@ -154,6 +154,18 @@ def adapters(dtype):
         be.merge_adapter(w, w, be.array(statistics(rank, ins)), be.array(statistics(outs, rank)), 0.5)
 
 
+def quantized(dtype):
+    be = backend_for("cuda")
+    for kind in (np.int8, np.uint8):
+        for rows, ins, outs in ((3, 13, 7), (14, 160, 130), (20, 13, 70), (70, 160, 130), (5, 32, 4100), (300, 40, 33)):
+            x, w = (be.array(normal(*shape).astype(be.dtype_of(dtype))) for shape in ((rows, ins), (outs, ins)))
+            q, scale = be.zeros(w.shape, kind), be.zeros((outs,), "float32")
+            be.quantize_weight(q, scale, w)
+            be.dequantize_weight(w, q, scale)
+            y = be.quantized_linear_forward(x, q, scale)
+            be.quantized_linear_forward(x, q, scale, y[0].copy(), y)
+
+
 def returns_and_ppo_loss():
     be = backend_for("cuda")
     columns = [be.array(statistics(113, seed=s)) for s in range(9)]
@@ -216,9 +228,13 @@ def main():
         if "attention" in parts:
             for heads, kv_heads, dim in ((2, 1, 64), (7, 1, 128), (2, 2, 20), (2, 1, 132)):
                 attention(dtype, heads, kv_heads, dim, [70, 1, 300])
+                if dim % 8 == 0:
+                    attention(dtype, heads, kv_heads, dim, [70, 1, 300], np.uint8)
+            attention(dtype, 3, 1, 24, [70, 1, 300], np.uint8)
         if "products" in parts:
             products(dtype)
             adapters(dtype)
+            quantized(dtype)
     if "losses" in parts:
         policy_losses()
         returns_and_ppo_loss()
