@@ -5,7 +5,7 @@ their options.
 from pathlib import Path
 from typing import Any
 
-from ..engine.config import EngineConfig, MemoryOptions
+from ..engine.config import LORA_OPTIONS, EngineConfig, MemoryOptions
 from ..models.config import DTYPES, LEVELS, LEVELS_OF_BOOLS
 from ..options import Options, check_choices, check_range, nested, option, require
 from ..trainers.lora_config import LoraOptions
@@ -73,7 +73,7 @@ class GenerateBench(BenchOptions):
     )
     scale: float | None = option(None, "multiplies counts and lengths; default: 1 on cuda, 0.1 on cpu")
     repeats: int = option(2, "measured runs, after two that are not")
-    engine: EngineConfig = nested(EngineConfig, without=("seed",))
+    engine: EngineConfig = nested(EngineConfig, without=("seed", *LORA_OPTIONS))
     lora: LoraOptions = nested(LoraOptions)
 
     def __post_init__(self) -> None:
@@ -127,7 +127,7 @@ class GRPOBench(BenchOptions):
     repeats: int = option(3, "measured steps, after two that are not")
     steps: int | None = option(None, "steps in all, the two that are not measured included; in place of repeats")
     states: StateOptions = nested(StateOptions)
-    engine: EngineConfig = nested(EngineConfig, without=("seed",))
+    engine: EngineConfig = nested(EngineConfig, without=("seed", *LORA_OPTIONS))
     lora: LoraOptions = nested(LoraOptions)
 
     @classmethod

@@ -12,18 +12,20 @@ import yaml
 from ..engine.config import EngineConfig
 from ..options import stated_values
 from ..trainers.config import TrainerConfig
+from ..trainers.lora import with_peft
 
 
 def show_training(trainer_class: Any, args: TrainerConfig, read: dict[str, str]) -> None:
     """read: the files: model, data, eval_data."""
+    args = with_peft(args, None, trainer_class.head)
     trainer = without_weights(trainer_class, args, read)
     _print_options(read | stated_values(args))
     print(f"# steps: {trainer.count_steps()}")
     _show_plan(trainer.model, trainer.plan_memory, trainer.search_options, args.memory.nbytes is not None)
 
 
-def show_engine(options: Any, model: str) -> None:
-    """For commands that only generate."""
+def show_engine(options: Any, model: str, config: EngineConfig) -> None:
+    """For commands that only generate. config: the engine's options, with what the command adds to them."""
     from ..engine.fitting import GENERATION, search
     from ..engine.memory import plan_memory
     from ..engine.shapes import ModelUse
@@ -37,9 +39,9 @@ def show_engine(options: Any, model: str) -> None:
         return plan_memory(uses, engine, shape.backend, memory_limit=limit, quiet=quiet)
 
     def tried() -> Any:
-        return search(options.engine, lambda engine: plan(engine, quiet=True), GENERATION)
+        return search(config, lambda engine: plan(engine, quiet=True), GENERATION)
 
-    _show_plan(shape, lambda: plan(options.engine), tried, limit is not None)
+    _show_plan(shape, lambda: plan(config), tried, limit is not None)
 
 
 def without_weights(trainer_class: Any, args: TrainerConfig, read: dict[str, str]) -> Any:

@@ -9,7 +9,7 @@ import numpy as np
 
 from ..datasets.config import PromptOptions, RowOptions
 from ..datasets.tasks import TASKS, find_tasks
-from ..engine.config import EngineConfig, MemoryOptions, SamplingParams
+from ..engine.config import LORA_OPTIONS, EngineConfig, MemoryOptions, SamplingParams
 from ..models.config import DTYPES
 from ..options import Options, check_range, given_values, nested, option, require
 from ..rewards.config import RewardLimits
@@ -63,7 +63,7 @@ class EvalOptions(Options):
     prompts: PromptOptions = nested(PromptOptions)
     sampling: SamplingParams = nested(SamplingParams, without=("logprobs",), temperature=0.0)
     memory: MemoryOptions = nested(MemoryOptions)
-    engine: EngineConfig = nested(EngineConfig, without=("seed",))
+    engine: EngineConfig = nested(EngineConfig, without=("seed", *LORA_OPTIONS))
 
     @classmethod
     def respelled(cls, values: dict[str, Any]) -> dict[str, Any]:
@@ -93,7 +93,7 @@ def evaluate(values: dict[str, Any]) -> None:
 
     options = make(EvalOptions, values)
     if options.dry_run:
-        show_engine(options, options.model)
+        show_engine(options, options.model, options.engine)
         return
     folder = model_folder(options.model)
     tokenizer = Tokenizer.from_folder(*tokenizer_folders(folder))

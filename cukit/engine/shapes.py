@@ -9,7 +9,7 @@ import numpy as np
 
 from ..backend import backend_for
 from ..backend.card import CONTEXT_BYTES as CONTEXT_BYTES
-from ..models.adapter_config import AdapterConfig
+from ..models.adapter_config import TARGETS, AdapterConfig
 from ..models.adapters import BESIDE, adapter_columns, adapter_sizes
 from ..models.config import ModelConfig
 from ..models.decoder import Layer
@@ -94,9 +94,10 @@ def adapted(use: ModelUse, adapter: AdapterConfig, way: str, base_on_host: bool 
     layer = Layer(use.config, backend_for("cpu"), "float16", 0)
     sizes = adapter_sizes(layer, adapter, way, base_on_host)
     factors, copies = (use.config.num_hidden_layers * count for count in sizes)
+    head = use.config.hidden_size if adapter.with_score else 0  # a score head of its own
     columns = adapter_columns(layer, adapter) if way == BESIDE else (0, 0)
     more = {"adapter_columns": columns, "base_on_host": base_on_host}
-    return replace(use, adapter_parameters=factors, copied_parameters=copies, **more)
+    return replace(use, adapter_parameters=factors + head, copied_parameters=copies, **more)
 
 
 def _largest_linear(config: ModelConfig) -> int:
@@ -253,6 +254,11 @@ def rollout_items(use: ModelUse, engine: EngineConfig, backend) -> list[Item]:
     step = rows * _forward_bytes(config, dtype) + logits
     numbers, channels, largest = _quantized(use, engine)
     items = [Item("engine: block tables", tables), Item("engine: weights in 8 bits", numbers + 4 * channels)]
+    if engine.enable_lora:
+        layer = Layer(config, backend_for("cpu"), "float16", 0)
+        sizes = adapter_sizes(layer, AdapterConfig(engine.max_lora_rank, 1, TARGETS), BESIDE)
+        nbytes = engine.max_loras * config.num_hidden_layers * sum(sizes) * dtype.itemsize
+        items.append(Item("engine: adapters of requests", nbytes))
     prompts = prompt_tokens * _forward_bytes(config, dtype)
     if backend.name == "cuda":
         chunks = -(-length // CHUNK_KEYS)

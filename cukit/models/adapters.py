@@ -7,6 +7,7 @@ Two ways to compute an adapted layer; both have fixed rounding points, the same 
 * merged: y = x round(W + s·B·A)ᵀ, one product with a copy of the weight that is made anew after each update.
 """
 
+import itertools
 import math
 import threading
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from ..autograd import Parameter, Tensor
-from ..ops import Factors, linear_beside, linear_merged
+from ..ops import Factors, linear_beside, linear_merged, score
 from .adapter_config import AdapterConfig
 from .host_base import HostBase
 from .modules import Linear, Module, declare
@@ -24,6 +25,8 @@ from .store import Store
 
 BESIDE, MERGED = WAYS = ("beside", "merged")
 PREFIX = "base_model.model.model."  # before the names of parts in PEFT's files
+SCORE_PART = "base_model.model.score.weight"  # a reward model's head, in PEFT's files
+_numbers = itertools.count()  # an adapter's, never given twice in a process
 
 
 class LinearAdapter:
@@ -52,21 +55,39 @@ class LinearAdapter:
         weight.requires_grad = False
         return weight
 
+    def change(self, x: Any, linear: Linear) -> tuple[Any, bool]:
+        """Of rows x (T, I), an array: (what the base's product is changed by, False), or (merged) (what stands in its
+        place, True).
+        """
+        be, factors = self.adapter.backend, self.factors
+        if self.merged is not None:
+            return be.linear_forward(x, self.merged, None if linear.bias is None else linear.bias.data), True
+        return be.linear_forward(be.linear_forward(x, factors.down), factors.up), False
+
     def refresh(self, linear: Linear) -> None:
         """Make the copies for products anew, in place: captured steps know their addresses. A base in the host's memory
         has come back.
         """
         f, be = self.factors, self.adapter.backend
-        if f.down is not f.a.data:
-            be.store_weights(f.down, f.a.data)
-        wide = be.zeros(f.up.shape, f.b.dtype)
-        for rows, own, columns in f.blocks:
-            wide[rows, columns] = f.b.data[own] * f.scale
-        be.store_weights(f.up, wide)
+        fill_copies(f, be)
         if self.merged is not None:
             for rows, own, columns in f.blocks:
                 weight = linear.weight.data[rows]
                 be.merge_adapter(self.merged[rows], weight, f.a.data[columns], f.b.data[own], f.scale)
+
+
+class ScoreAdapter:
+    """A reward model's score head as it is trained beside an adapter: weight (1, C), which takes the head's place."""
+
+    def __init__(self, adapter: "Adapter", weight: Parameter):
+        self.adapter, self.weight = adapter, weight
+
+    @property
+    def on(self) -> bool:
+        return self.adapter.on
+
+    def __call__(self, hidden: Tensor, head: Module) -> Tensor:
+        return score(hidden, self.weight)
 
 
 class Adapter:
@@ -76,8 +97,11 @@ class Adapter:
     way: "beside" or "merged". seed: A is drawn as PEFT does (Kaiming uniform with a = √5: ± 1/√I), on the host, so that
     every device gets the same numbers; B is zeros, so that nothing changes at first. After the factors have changed,
     refresh() brings them into force. base_on_host: the adapted weights of the base lie in the host's memory, and the
-    merged copies take theirs; no bit changes.
+    merged copies take theirs; no bit changes. With config.with_score the score head is trained too: a copy of it, as it
+    is.
     """
+
+    for_requests = False  # it is the model's own
 
     def __init__(self, model, config: AdapterConfig, way: str = BESIDE, seed: int = 0, base_on_host: bool = False):
         if way not in WAYS:
@@ -86,19 +110,24 @@ class Adapter:
             raise ValueError("only a merged adapter leaves the base to the host's memory: beside multiplies with it")
         if model.adapter is not None:
             raise ValueError("the model has an adapter already: merge it first")
+        check_head(model, config)
         self.base_on_host, self.base = base_on_host, None
-        self.config, self.way, self.backend = config, way, model.backend
+        self.config, self.way, self.backend, self.number = config, way, model.backend, next_number()
         self._thread = threading.local()
         self.linears: list[tuple[Linear, LinearAdapter]] = []
         parameters, parts, made = {}, {}, []
         for name, linear in adapted_linears(model, config):
             chosen = [part for part in linear.part_rows if part in config.targets]
-            factors = self._declare(linear, chosen)
+            factors = declared_factors(linear, chosen, config, model.backend)
             parameters |= {f"{name}.lora_A": factors.a, f"{name}.lora_B": factors.b}
             for part, (_, own, columns) in zip(chosen, factors.blocks, strict=True):
                 stem = peft_name(name, part)
                 parts |= {f"{stem}.lora_A.weight": (factors.a, columns), f"{stem}.lora_B.weight": (factors.b, own)}
             made.append((linear, factors))
+        if config.with_score:
+            weight = Parameter(model.score.weight.data)  # the store copies it
+            parameters["score.weight"], parts[SCORE_PART] = weight, (weight, slice(None))
+            model.score.adapter = ScoreAdapter(self, weight)
         self.store = Store(model.backend, parameters, parts)
         if base_on_host:
             self.base = HostBase(model.backend, [linear.weight.data for linear, _ in made])
@@ -108,24 +137,8 @@ class Adapter:
         model.attach(self)
         self.refresh()
 
-    def _declare(self, linear: Linear, chosen: list[str]) -> Factors:
-        ins, r = linear.weight.shape[1], self.config.r
-        wide = self.backend.accumulator(linear.weight.dtype)
-        blocks, end = [], 0
-        for number, part in enumerate(chosen):
-            rows = linear.part_rows[part]
-            size = rows.stop - rows.start
-            blocks.append((rows, slice(end, end + size), slice(number * r, (number + 1) * r)))
-            end += size
-        a, b = declare((len(chosen) * r, ins), wide), declare((end, r), wide)
-        return Factors(a, b, self.config.scale, None, None, blocks)
-
     def _set_up(self, linear: Linear, factors: Factors) -> None:
-        """Room for the copies that products take."""
-        be, dtype = self.backend, linear.weight.dtype
-        wide = factors.a.dtype == dtype
-        factors.down = factors.a.data if wide else be.zeros(factors.a.shape, dtype)
-        factors.up = be.zeros((linear.weight.shape[0], factors.a.shape[0]), dtype)
+        make_room(factors, linear, self.backend)
         linear.adapter = LinearAdapter(self, linear, factors)
         self.linears.append((linear, linear.adapter))
 
@@ -151,9 +164,9 @@ class Adapter:
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """Inside, this thread's forward passes are the base's: nothing moves, for either way; a base in the host's
-        memory comes layer by layer. Not for an engine: the steps that it has captured, and its KV, are those of the
-        adapter.
+        """Inside, this thread's forward passes are the base's, and so are the requests that it gives to an engine:
+        nothing moves, for either way. A base in the host's memory comes layer by layer, and an engine has no requests
+        for it.
         """
         before, self._thread.on = self.on, False
         try:
@@ -162,6 +175,10 @@ class Adapter:
             self._thread.on = before
             if self.base is not None:
                 self.base.drop_ahead()
+
+    def at(self, layer: Any) -> Any:
+        """Its part at a layer."""
+        return layer.adapter
 
     def layer_parameters(self, index: int) -> list:
         """The factors of one layer."""
@@ -177,6 +194,52 @@ class Adapter:
         return sum(math.prod(parameter.shape) for parameter in self.store.parameters)
 
 
+def check_head(model: Module, config: AdapterConfig) -> None:
+    """ValueError for a score head beside a model that has none."""
+    if config.with_score and not hasattr(model, "score"):
+        raise ValueError(
+            "this adapter is a reward model's (task_type SEQ_CLS, or modules_to_save): it has a score head, and the "
+            "model has none; give it as a reward, or train a reward model with it"
+        )
+
+
+def next_number() -> int:
+    """An adapter's number: it tells its rows, and its KV, from those of others."""
+    return next(_numbers)
+
+
+def declared_factors(linear: Linear, chosen: list[str], config: AdapterConfig, backend) -> Factors:
+    """The factors of a layer's chosen parts, side by side, without memory yet."""
+    ins, r = linear.weight.shape[1], config.r
+    wide = backend.accumulator(linear.weight.dtype)
+    blocks, end = [], 0
+    for number, part in enumerate(chosen):
+        rows = linear.part_rows[part]
+        size = rows.stop - rows.start
+        blocks.append((rows, slice(end, end + size), slice(number * r, (number + 1) * r)))
+        end += size
+    a, b = declare((len(chosen) * r, ins), wide), declare((end, r), wide)
+    return Factors(a, b, config.scale, None, None, blocks)
+
+
+def make_room(factors: Factors, linear: Linear, backend) -> None:
+    """Memory for the copies that products take, of factors that have theirs."""
+    dtype = linear.weight.dtype
+    wide = factors.a.dtype == dtype
+    factors.down = factors.a.data if wide else backend.zeros(factors.a.shape, dtype)
+    factors.up = backend.zeros((linear.weight.shape[0], factors.a.shape[0]), dtype)
+
+
+def fill_copies(factors: Factors, backend) -> None:
+    """The copies that products take, made anew in place."""
+    if factors.down is not factors.a.data:
+        backend.store_weights(factors.down, factors.a.data)
+    wide = backend.zeros(factors.up.shape, factors.b.dtype)
+    for rows, own, columns in factors.blocks:
+        wide[rows, columns] = factors.b.data[own] * factors.scale
+    backend.store_weights(factors.up, wide)
+
+
 class WithoutAdapter:
     """A decoder as it is without its adapter: the reference model of a run that trains one. It has no memory of its
     own.
@@ -188,6 +251,10 @@ class WithoutAdapter:
     def forward(self, tokens, positions, attend) -> Tensor:
         with self.model.adapter.off():
             return self.model.forward(tokens, positions, attend)
+
+    def scores(self, hidden) -> Tensor:
+        with self.model.adapter.off():
+            return self.model.scores(hidden)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.model, name)

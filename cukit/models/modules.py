@@ -9,6 +9,7 @@ import numpy as np
 
 from ..autograd import Parameter, Tensor
 from ..ops import embedding, linear, rms_norm
+from .row_adapters import adapter_at
 from .store import Declared
 
 
@@ -81,7 +82,8 @@ class Products:
 class Linear(Module):
     """y = x weightᵀ + bias; weight (out, in). parts: name -> rows, which lie one after the other in weight and bias.
 
-    adapter: computes the layer in place of the plain product (models.adapters), None without one.
+    adapter: computes the layer in place of the plain product (models.adapters), None without one. A pass may have
+    others (models.row_adapters).
     """
 
     def __init__(self, backend, dtype, in_features: int, parts: dict[str, int], bias: bool = False):
@@ -94,9 +96,8 @@ class Linear(Module):
     def __call__(self, x):
         if (products := Products.in_use()) is not None and (y := products(self, x)) is not None:
             return y
-        if self.adapter is not None and self.adapter.on:
-            return self.adapter(x, self)
-        return self.plain(x)
+        adapter = adapter_at(self)
+        return self.plain(x) if adapter is None else adapter(x, self)
 
     def plain(self, x):
         """The product without an adapter."""

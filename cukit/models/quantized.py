@@ -9,6 +9,7 @@ import numpy as np
 
 from ..autograd import Tensor
 from .modules import Linear, Module, Products
+from .row_adapters import adapter_at
 
 KINDS = {"int8": np.int8, "fp8": np.uint8}  # fp8: E4M3 codes
 
@@ -36,10 +37,14 @@ class QuantizedWeights(Products):
             self.backend.quantize_weight(q, scale, _weight_in_use(linear))
 
     def __call__(self, linear: Linear, x: Tensor) -> Tensor | None:
-        if (copy := self._copies.get(linear)) is None:
+        copy, own, in_force = self._copies.get(linear), linear.adapter, adapter_at(linear)
+        if copy is None or (in_force is not None and in_force is not own):
             return None
+        if own is not None and own.merged is not None and in_force is None:
+            return None  # the base is in no copy
         bias = None if linear.bias is None else linear.bias.data
-        return Tensor(self.backend.quantized_linear_forward(x.data, *copy, bias, _beside(linear, x.data)))
+        beside = None if in_force is None or own.merged is not None else own.change(x.data, linear)[0]
+        return Tensor(self.backend.quantized_linear_forward(x.data, *copy, bias, beside))
 
     def replaced(self) -> set[int]:
         """id() of the arrays that products no longer read."""
@@ -61,11 +66,3 @@ def quantized_sizes(layer: Module) -> tuple[int, int, int]:
 def _weight_in_use(linear: Linear):
     adapter = linear.adapter
     return linear.weight.data if adapter is None or adapter.merged is None else adapter.merged
-
-
-def _beside(linear: Linear, x):
-    """What an adapter beside the weight adds to a product."""
-    if linear.adapter is None or linear.adapter.merged is not None or not linear.adapter.on:
-        return None
-    factors, be = linear.adapter.factors, linear.weight.backend
-    return be.linear_forward(be.linear_forward(x, factors.down), factors.up)
