@@ -48,6 +48,7 @@ merge_adapter(SCALAR* out, const SCALAR* w, const float* a, const float* b, floa
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) add_in_place(SCALAR* y, const SCALAR* change, long long size) {
+    wait_for_inputs();
     const long long first = ((long long)blockIdx.x * THREADS + threadIdx.x) * VECTOR;
     if (first >= size) return;
     if (aligned16(y) && aligned16(change) && first + VECTOR <= size) {
