@@ -12,6 +12,7 @@ import logging
 
 import cupy as cp
 
+from .early import early_launches
 from .loader import CHECK
 from .pool import malloc
 
@@ -63,7 +64,8 @@ class _Step:
             try:
                 arena.frozen = True
                 stream.begin_capture()
-                result = self._function()
+                with early_launches():
+                    result = self._function()
                 self._graph, self._result = stream.end_capture(), result
             except Exception as error:
                 self._failures += 1
