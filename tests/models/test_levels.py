@@ -48,7 +48,7 @@ def bits(model, level: str) -> dict[str, bytes]:
         found[f"loss {number}"] = model.backend.to_numpy(loss.data).tobytes()
     for parameter in model.trained_store.parameters:
         gradient = model.backend.to_numpy(parameter.grad)
-        assert gradient.shape == parameter.shape and gradient.any(), parameter.name
+        assert gradient.shape == parameter.shape and gradient.any() and np.isfinite(gradient).all(), parameter.name
         found[parameter.name] = gradient.tobytes()
     return found
 

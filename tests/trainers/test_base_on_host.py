@@ -63,7 +63,7 @@ def test_the_plan_holds_each_weight_once():
     be = card()
     assert weight_bytes(merged, be) - weight_bytes(outside, be) == 2 * layers
     assert weight_bytes(outside, be) == weight_bytes(beside, be)
-    assert outside.base_on_host and training_items([outside], be, 1024, True, 2, 1)
+    assert outside.base_on_host and training_items([outside], be, 1024, "full", 2, 1)
 
 
 def test_the_plan_counts_what_a_pass_without_the_adapter_takes(make_sft, monkeypatch):
