@@ -32,8 +32,8 @@ _numbers = itertools.count()  # an adapter's, never given twice in a process
 class LinearAdapter:
     """The adapter of one Linear: what its module calls instead of the plain product."""
 
-    def __init__(self, adapter: "Adapter", linear: Linear, factors: Factors):
-        self.adapter, self.factors, self.place = adapter, factors, len(adapter.linears)
+    def __init__(self, adapter: "Adapter", linear: Linear, factors: Factors, place: int = 0):
+        self.adapter, self.factors, self.place = adapter, factors, place
         self.merged = None
         if adapter.way == MERGED:  # in the weight's own memory, if the base goes to the host
             self.merged = linear.weight.data if adapter.base_on_host else linear.weight.data.copy()
@@ -139,7 +139,7 @@ class Adapter:
 
     def _set_up(self, linear: Linear, factors: Factors) -> None:
         make_room(factors, linear, self.backend)
-        linear.adapter = LinearAdapter(self, linear, factors)
+        linear.adapter = LinearAdapter(self, linear, factors, len(self.linears))
         self.linears.append((linear, linear.adapter))
 
     def _draw(self, seed: int) -> None:
