@@ -311,7 +311,7 @@ def plans(monkeypatch):
 
     def answered(*question):
         asked.append(question)
-        return SimpleNamespace(table=lambda: "weights  1 GB\ncache    2 GB", level="full")
+        return SimpleNamespace(level="none", table=lambda: "weights  1 GB\ncache    2 GB")
 
     monkeypatch.setattr(
         "cukit.engine.memory.plan_memory", lambda uses, engine, backend, **_: answered(uses, engine, backend.name)
