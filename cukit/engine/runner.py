@@ -9,8 +9,6 @@ What was drawn stays on the device, too: the step after the one in flight takes 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 
 import numpy as np
 
@@ -115,13 +113,14 @@ class ModelRunner:
             source, target = np.array(step.copies, np.int32).T
             self.backend.copy_blocks(self.kv, self.backend.array(source), self.backend.array(target))
 
-    @contextmanager
-    def _weights(self) -> Iterator[None]:
+    def _weights(self):
         """Within it the forward pass may use copies of the weights."""
         if self._wide is None:
             self._wide = self.backend.WideCopies(self._copy_weights())
-        with self._wide, self._quantized or nullcontext():
-            yield
+        if self._quantized is None:
+            return self._wide
+        self._quantized.others = self._wide
+        return self._quantized
 
     def _copy_weights(self) -> list:
         """Quantise the weights if that is asked for; returns those that stay in use as they are."""

@@ -5,6 +5,8 @@ The embedding, the head and the norms stay as they are, and so do the weights th
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import numpy as np
 
 from ..autograd import Tensor
@@ -30,7 +32,16 @@ class QuantizedWeights(Products):
             outs, ins = linear.weight.shape
             q, scale = self.backend.zeros((outs, ins), KINDS[kind]), self.backend.zeros((outs,), np.float32)
             self._copies[linear] = q, scale
+        self.others: AbstractContextManager = nullcontext()  # copies of what stays, in use with these
         self.refresh()
+
+    def __enter__(self):
+        self.others.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *_):
+        super().__exit__()
+        self.others.__exit__(*_)
 
     def refresh(self) -> None:
         for linear, (q, scale) in self._copies.items():
