@@ -126,14 +126,14 @@ def test_a_cache_that_fits_stays_awake_and_one_that_does_not_sleeps():
     engine = EngineConfig(max_num_seqs=64, max_model_len=2048)
     large = plan_memory(POLICY, engine, card(), max_tokens_per_batch=16_384)
     assert not large.sleeps_cache and large.num_kv_blocks == 64 * 128
-    small = plan_memory(POLICY, engine, card(24 * GB), max_tokens_per_batch=16_384)
+    small = plan_memory(POLICY, engine, card(225 * GB // 10), max_tokens_per_batch=16_384)
     assert small.sleeps_cache and small.num_kv_blocks > 2 * (small.limit - small.phase_bytes("training")) // 1_835_008
     assert small.peak_bytes <= small.limit and small.phase_bytes("training") < small.phase_bytes("rollout")
     assert "sleeps in training" in small.table()
-    middle = plan_memory(POLICY, engine, card(29 * GB), max_tokens_per_batch=16_384)
+    middle = plan_memory(POLICY, engine, card(275 * GB // 10), max_tokens_per_batch=16_384)
     awake = (middle.limit - middle.phase_bytes("training")) // 1_835_008
     assert middle.sleeps_cache and 1.4 * awake < middle.num_kv_blocks < 2 * awake
-    given = plan_memory(POLICY, replace(engine, num_kv_blocks=6000), card(24 * GB), max_tokens_per_batch=16_384)
+    given = plan_memory(POLICY, replace(engine, num_kv_blocks=6000), card(225 * GB // 10), max_tokens_per_batch=16_384)
     assert given.sleeps_cache and given.num_kv_blocks == 6000
 
 
