@@ -18,7 +18,7 @@ _said: set[str] = set()
 # File of a shelf -> the public names in it. A function has one signature on both shelves (tests/test_architecture.py).
 CONTRACT = {
     "activation": ("silu_mul_backward", "silu_mul_forward"),
-    "adapter": ("linear_beside_backward_input", "linear_beside_forward", "merge_adapter"),
+    "adapter": ("change_rows", "linear_beside_backward_input", "linear_beside_forward", "merge_adapter"),
     "attention": ("attention_backward", "attention_forward"),
     "device": (
         "Event",

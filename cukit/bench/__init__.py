@@ -4,7 +4,7 @@ their options.
 
 from pathlib import Path
 
-from ..engine.config import EngineConfig
+from ..engine.config import LORA_OPTIONS, EngineConfig
 from ..models.config import DTYPES
 from ..options import Options, check_choices, check_range, nested, option, require
 from ..trainers.lora_config import LoraOptions
@@ -66,7 +66,7 @@ class GenerateBench(BenchOptions):
     )
     scale: float | None = option(None, "multiplies counts and lengths; default: 1 on cuda, 0.1 on cpu")
     repeats: int = option(2, "measured runs, after two that are not")
-    engine: EngineConfig = nested(EngineConfig, without=("seed",))
+    engine: EngineConfig = nested(EngineConfig, without=("seed", *LORA_OPTIONS))
     lora: LoraOptions = nested(LoraOptions)
 
     def __post_init__(self) -> None:
@@ -102,7 +102,7 @@ class GRPOBench(BenchOptions):
     max_tokens_per_batch: int = option(16384, "most tokens in one forward pass")
     beta: float = option(0.0, "weight of the KL to a reference model; 0 loads none")
     repeats: int = option(3, "measured steps, after two that are not")
-    engine: EngineConfig = nested(EngineConfig, without=("seed",))
+    engine: EngineConfig = nested(EngineConfig, without=("seed", *LORA_OPTIONS))
     lora: LoraOptions = nested(LoraOptions)
 
     def __post_init__(self) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from ..engine.config import EngineConfig, SamplingParams
+from ..engine.config import LORA_OPTIONS, EngineConfig, SamplingParams
 from ..models.config import DTYPES
 from ..options import Options, changed, given_values, nested, option
 from ..runs.terminal import for_stream
@@ -43,7 +43,7 @@ class ChatOptions(Options):
         "auto", "weights and activations; auto: bfloat16 on cuda, float32 on cpu", DTYPES, "device and memory"
     )
     sampling: SamplingParams = nested(SamplingParams, without=("logprobs", "n"))
-    engine: EngineConfig = nested(EngineConfig, without=("seed",))
+    engine: EngineConfig = nested(EngineConfig, without=("seed", *LORA_OPTIONS))
 
 
 def chat(values: dict[str, Any]) -> None:

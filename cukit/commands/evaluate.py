@@ -9,7 +9,7 @@ import numpy as np
 
 from ..datasets.config import PromptOptions, RowOptions
 from ..datasets.tasks import TASKS, find_tasks
-from ..engine.config import EngineConfig, SamplingParams
+from ..engine.config import LORA_OPTIONS, EngineConfig, SamplingParams
 from ..models.config import DTYPES
 from ..options import Options, check_range, given_values, nested, option, require
 from ..rewards.config import RewardLimits
@@ -62,7 +62,7 @@ class EvalOptions(Options):
     rows: RowOptions = nested(RowOptions)
     prompts: PromptOptions = nested(PromptOptions)
     sampling: SamplingParams = nested(SamplingParams, without=("logprobs",), temperature=0.0)
-    engine: EngineConfig = nested(EngineConfig, without=("seed",))
+    engine: EngineConfig = nested(EngineConfig, without=("seed", *LORA_OPTIONS))
 
     @classmethod
     def respelled(cls, values: dict[str, Any]) -> dict[str, Any]:

@@ -27,13 +27,24 @@ class EngineConfig(Options):
     )
     enable_prefix_caching: bool = option(True, "share the KV cache of equal prompt beginnings")
     seed: int = option(0, "seed of requests that bring none")
+    enable_lora: bool = option(False, "take requests that name an adapter (LoRA); see docs/LORA.md")
+    max_loras: int = option(1, "adapters in one step; further ones wait")
+    max_lora_rank: int = option(16, "largest rank of such an adapter")
+    max_cpu_loras: int | None = option(None, "adapters that stay in the host's memory; default: max_loras")
 
     def __post_init__(self) -> None:
         check_choices(self)
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "num_kv_blocks"):
             check_range(self, name, 1)
+        for name in ("max_loras", "max_lora_rank"):
+            check_range(self, name, 1)
+        check_range(self, "max_cpu_loras", self.max_loras)
         check_range(self, "gpu_memory_utilization", 0, 1, open_low=True)
         check_range(self, "seed", 0, LARGEST_SEED)
+
+
+# Options that have no use where no request names an adapter.
+LORA_OPTIONS = ("enable_lora", "max_loras", "max_lora_rank", "max_cpu_loras")
 
 
 class SamplingOptions(Options):

@@ -15,6 +15,8 @@ import numpy as np
 from ..autograd import Tensor, no_grad
 from ..models.adapters import weights_in_use
 from ..models.attend import PagedDecode, PagedPrefill
+from ..models.row_adapters import choosing
+from .adapters import RequestAdapters, by_owner, in_order, number_of
 from .config import EngineConfig
 from .copies import Inbox, Results
 from .request import SEED_MASK
@@ -28,7 +30,8 @@ MOST_STEPS = 1024  # kept ready; a CPU, which rounds nothing up, meets more shap
 class ModelRunner:
     """Holds the KV cache and computes steps of `rows`."""
 
-    def __init__(self, model, rows: Rows, config: EngineConfig, vocab_size: int):
+    def __init__(self, model, rows: Rows, config: EngineConfig, vocab_size: int, adapters: RequestAdapters):
+        self._adapters = adapters
         self.model, self.backend, self.rows, self.vocab_size = model, model.backend, rows, vocab_size
         self.num_blocks, self.block_size = config.num_kv_blocks, config.block_size
         self.enforce_eager = config.enforce_eager
@@ -38,7 +41,7 @@ class ModelRunner:
         self.kv = _cache_arrays(self._memory, model, self.num_blocks, self.block_size)
         self._precise = self.backend.accumulator(model.dtype)
         self._wide = None  # copies of the weights as they were at the first step after weights_changed()
-        self._steps: dict[tuple[int, int], tuple] = {}  # (rows, longest context) -> (device views, the step)
+        self._steps: dict[tuple, tuple] = {}  # (rows, longest context, adapters) -> (device views, the step)
         self._graphs = self.backend.Graphs()
         self._inbox = Inbox(self.backend, self.backend.row_bucket(rows.capacity), np.int32, self._precise)
 
@@ -89,6 +92,7 @@ class ModelRunner:
         """
         self._copy_blocks(step)
         rows = self.rows
+        self.load_adapters(rows.adapters)
         device, compute = self._step_for(step.num_rows, rows.longest)
         rows.upload()
         if before is not None:
@@ -96,6 +100,11 @@ class ModelRunner:
         with no_grad(), self._weights():
             drawn = compute() if rows.draw_plainly else self._decode_with_settings(device, step.num_rows)
         return self._inbox.fetch(*drawn)
+
+    def load_adapters(self, adapters) -> None:
+        """Bring adapters to the device; steps that know one that has to go are forgotten."""
+        if gone := set(self._adapters.load(adapters)):
+            self._steps = {key: step for key, step in self._steps.items() if gone.isdisjoint(map(number_of, key[2]))}
 
     def _copy_blocks(self, step: Step) -> None:
         if step.copies:
@@ -115,34 +124,42 @@ class ModelRunner:
         rows = self.rows
         on_device = [None if x is None else self.backend.array(x) for x in rows.draw_settings()]
         settings = [getattr(device, name)[:count] for name in (*SAMPLING, "seeds", "draw_positions")]
-        logits = _decode_logits(self.model, self.kv, device, self.max_context_len)[:count]
+        with choosing(by_owner(rows.adapters_in_order, device.owners)):
+            logits = _decode_logits(self.model, self.kv, device, self.max_context_len)[:count]
         return self.backend.sample(logits, *settings, self.vocab_size, *on_device)
 
     def _step_for(self, count: int, longest: int) -> tuple:
-        """(device views, step) for `count` rows of at most `longest` tokens; made for a power of two of chunks."""
+        """(device views, step) for `count` rows of at most `longest` tokens, with the adapters that they have; made for
+        a power of two of chunks.
+        """
         context = (1 << ((longest - 1) // CHUNK_KEYS).bit_length()) * CHUNK_KEYS
-        key = self.backend.row_bucket(count), min(context, self.max_context_len)
+        key = self.backend.row_bucket(count), min(context, self.max_context_len), self.rows.adapters_in_order
         if key not in self._steps:
             if len(self._steps) == MOST_STEPS:
                 self._steps.clear()
             self._steps[key] = self._make_step(*key)
         return self._steps[key]
 
-    def _make_step(self, rows: int, max_context_len: int) -> tuple:
+    def _make_step(self, rows: int, max_context_len: int, adapters: tuple) -> tuple:
         device = self.rows.views(rows)
         # not self, which holds the step: a cycle would keep the cache
         model, kv, vocab_size = self.model, self.kv, self.vocab_size
         settings = [getattr(device, name) for name in (*SAMPLING, "seeds", "draw_positions")]
+        of_rows = by_owner(adapters, device.owners)
 
         def step():
-            return model.backend.sample(_decode_logits(model, kv, device, max_context_len), *settings, vocab_size)
+            with choosing(of_rows):
+                logits = _decode_logits(model, kv, device, max_context_len)
+            return model.backend.sample(logits, *settings, vocab_size)
 
         return device, step if self.enforce_eager else self._graphs.graphed(step)
 
     # ---- spans ----
 
     def _prefill(self, spans: list[Span]) -> list[tuple[Span, np.ndarray, np.ndarray]]:
-        be = self.backend
+        be, spans = self.backend, sorted(spans, key=lambda span: number_of(span.sequence.request.adapter))
+        adapters = [span.sequence.request.adapter for span in spans]
+        self.load_adapters(adapters)
         starts, counts = (np.array([getattr(span, name) for span in spans], np.int32) for name in ("first", "count"))
         ends = starts + counts
         borders = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
@@ -159,7 +176,8 @@ class ModelRunner:
         tokens, positions = np.pad(tokens, (0, filling)), np.pad(positions, (0, filling))
         slots = np.pad(slots, (0, filling), constant_values=-1)
         attend = PagedPrefill(self.kv, be.array(tables), be.array(borders), be.array(ends), be.array(slots))
-        hidden = self.model.forward(be.array(tokens), be.array(positions), attend)
+        with choosing(in_order(adapters, borders)):
+            hidden = self.model.forward(be.array(tokens), be.array(positions), attend)
         drawing = [(span, int(border) - 1) for span, border in zip(spans, borders[1:], strict=True) if span.draws]
         return self._draw(hidden, *zip(*drawing, strict=True)) if drawing else []
 

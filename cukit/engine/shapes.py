@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ..backend import backend_for
-from ..models.adapter_config import AdapterConfig
-from ..models.adapters import adapter_sizes
+from ..models.adapter_config import TARGETS, AdapterConfig
+from ..models.adapters import BESIDE, adapter_sizes
 from ..models.config import ModelConfig
 from ..models.decoder import Layer
 from .config import EngineConfig
@@ -200,6 +200,11 @@ def rollout_items(use: ModelUse, engine: EngineConfig, backend) -> list[Item]:
     tables = rows * -(-length // engine.block_size) * 4
     step = rows * _forward_bytes(config, dtype) + logits
     items = [Item("engine: block tables", tables)]
+    if engine.enable_lora:
+        layer = Layer(config, backend_for("cpu"), "float16", 0)
+        sizes = adapter_sizes(layer, AdapterConfig(engine.max_lora_rank, 1, TARGETS), BESIDE)
+        nbytes = engine.max_loras * config.num_hidden_layers * sum(sizes) * dtype.itemsize
+        items.append(Item("engine: adapters of requests", nbytes))
     prompts = prompt_tokens * _forward_bytes(config, dtype)
     if backend.name == "cuda":
         chunks = -(-length // CHUNK_KEYS)

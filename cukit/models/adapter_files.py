@@ -123,6 +123,19 @@ _KIND = {
 def merge_into(model, folder) -> None:
     """weights = round(W + s·B·A), in place: the model is then a plain one, of the base's size and speed."""
     config, factors, be = adapter_config(folder), read_factors(folder), model.backend
+    found = check_factors(folder, factors, model, config)
+    for stem, weight in found.items():
+        wide = be.accumulator(weight.dtype)
+        a, b = (be.array(factors[f"{stem}.lora_{kind}.weight"].astype(wide)) for kind in "AB")
+        be.merge_adapter(weight, weight, a, b, config.scale)
+    if wrong := model.store.non_finite():
+        raise ValueError(f"{folder}: merged weights are not finite in {model.dtype}: {'; '.join(wrong)}")
+
+
+def check_factors(folder, factors: dict[str, Any], model, config: AdapterConfig) -> dict[str, Any]:
+    """What PEFT's tensors of each adapted part begin with -> its weight. ValueError in one line for tensors that do not
+    fit the model.
+    """
     found = {
         peft_name(name, part): linear.weight.data[rows]
         for name, linear in adapted_linears(model, config)
@@ -132,12 +145,7 @@ def merge_into(model, folder) -> None:
     shapes = {f"{stem}.lora_A.weight": (config.r, weight.shape[1]) for stem, weight in found.items()}
     shapes |= {f"{stem}.lora_B.weight": (weight.shape[0], config.r) for stem, weight in found.items()}
     _check_names(folder, factors, shapes)
-    for stem, weight in found.items():
-        wide = be.accumulator(weight.dtype)
-        a, b = (be.array(factors[f"{stem}.lora_{kind}.weight"].astype(wide)) for kind in "AB")
-        be.merge_adapter(weight, weight, a, b, config.scale)
-    if wrong := model.store.non_finite():
-        raise ValueError(f"{folder}: merged weights are not finite in {model.dtype}: {'; '.join(wrong)}")
+    return found
 
 
 def _check_names(folder, stored: dict[str, Any], shapes: dict[str, tuple]) -> None:

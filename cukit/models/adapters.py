@@ -7,6 +7,7 @@ Two ways to compute an adapted layer; both have fixed rounding points, the same 
 * merged: y = x round(W + s·B·A)ᵀ, one product with a copy of the weight that is made anew after each update.
 """
 
+import itertools
 import math
 import threading
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ from .store import Store
 
 BESIDE, MERGED = WAYS = ("beside", "merged")
 PREFIX = "base_model.model.model."  # before the names of parts in PEFT's files
+_numbers = itertools.count()  # an adapter's, never given twice in a process
 
 
 class LinearAdapter:
@@ -41,15 +43,19 @@ class LinearAdapter:
             return linear_merged(x, self.merged, self.factors, linear.bias)
         return linear_beside(x, linear.weight, self.factors, linear.bias)
 
+    def change(self, x: Any, linear: Linear) -> tuple[Any, bool]:
+        """Of rows x (T, I), an array: (what the base's product is changed by, False), or (merged) (what stands in its
+        place, True).
+        """
+        be, factors = self.adapter.backend, self.factors
+        if self.merged is not None:
+            return be.linear_forward(x, self.merged, None if linear.bias is None else linear.bias.data), True
+        return be.linear_forward(be.linear_forward(x, factors.down), factors.up), False
+
     def refresh(self, linear: Linear) -> None:
         """Make the copies for products anew, in place: captured steps know their addresses."""
         f, be = self.factors, self.adapter.backend
-        if f.down is not f.a.data:
-            be.store_weights(f.down, f.a.data)
-        wide = be.zeros(f.up.shape, f.b.dtype)
-        for rows, own, columns in f.blocks:
-            wide[rows, columns] = f.b.data[own] * f.scale
-        be.store_weights(f.up, wide)
+        fill_copies(f, be)
         if self.merged is not None:
             for rows, own, columns in f.blocks:
                 weight = linear.weight.data[rows]
@@ -65,18 +71,20 @@ class Adapter:
     refresh() brings them into force.
     """
 
+    for_requests = False  # it is the model's own
+
     def __init__(self, model, config: AdapterConfig, way: str = BESIDE, seed: int = 0):
         if way not in WAYS:
             raise ValueError(f"an adapter's way must be one of {', '.join(WAYS)}, got {way!r}")
         if model.adapter is not None:
             raise ValueError("the model has an adapter already: merge it first")
-        self.config, self.way, self.backend = config, way, model.backend
+        self.config, self.way, self.backend, self.number = config, way, model.backend, next_number()
         self._thread = threading.local()
         self.linears: list[tuple[Linear, LinearAdapter]] = []
         parameters, parts, made = {}, {}, []
         for name, linear in adapted_linears(model, config):
             chosen = [part for part in linear.part_rows if part in config.targets]
-            factors = self._declare(linear, chosen)
+            factors = declared_factors(linear, chosen, config, model.backend)
             parameters |= {f"{name}.lora_A": factors.a, f"{name}.lora_B": factors.b}
             for part, (_, own, columns) in zip(chosen, factors.blocks, strict=True):
                 stem = peft_name(name, part)
@@ -89,24 +97,8 @@ class Adapter:
         model.attach(self)
         self.refresh()
 
-    def _declare(self, linear: Linear, chosen: list[str]) -> Factors:
-        ins, r = linear.weight.shape[1], self.config.r
-        wide = self.backend.accumulator(linear.weight.dtype)
-        blocks, end = [], 0
-        for number, part in enumerate(chosen):
-            rows = linear.part_rows[part]
-            size = rows.stop - rows.start
-            blocks.append((rows, slice(end, end + size), slice(number * r, (number + 1) * r)))
-            end += size
-        a, b = declare((len(chosen) * r, ins), wide), declare((end, r), wide)
-        return Factors(a, b, self.config.scale, None, None, blocks)
-
     def _set_up(self, linear: Linear, factors: Factors) -> None:
-        """Room for the copies that products take."""
-        be, dtype = self.backend, linear.weight.dtype
-        wide = factors.a.dtype == dtype
-        factors.down = factors.a.data if wide else be.zeros(factors.a.shape, dtype)
-        factors.up = be.zeros((linear.weight.shape[0], factors.a.shape[0]), dtype)
+        make_room(factors, linear, self.backend)
         linear.adapter = LinearAdapter(self, linear, factors)
         self.linears.append((linear, linear.adapter))
 
@@ -131,14 +123,18 @@ class Adapter:
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """Inside, this thread's forward passes are the base's: nothing moves, for either way. Not for an engine: the
-        steps that it has captured, and its KV, are those of the adapter.
+        """Inside, this thread's forward passes are the base's, and so are the requests that it gives to an engine:
+        nothing moves, for either way.
         """
         before, self._thread.on = self.on, False
         try:
             yield
         finally:
             self._thread.on = before
+
+    def at(self, linear: Linear) -> LinearAdapter | None:
+        """Its part at a layer."""
+        return linear.adapter
 
     def layer_parameters(self, index: int) -> list:
         """The factors of one layer."""
@@ -152,6 +148,43 @@ class Adapter:
     @property
     def num_parameters(self) -> int:
         return sum(math.prod(parameter.shape) for parameter in self.store.parameters)
+
+
+def next_number() -> int:
+    """An adapter's number: it tells its rows, and its KV, from those of others."""
+    return next(_numbers)
+
+
+def declared_factors(linear: Linear, chosen: list[str], config: AdapterConfig, backend) -> Factors:
+    """The factors of a layer's chosen parts, side by side, without memory yet."""
+    ins, r = linear.weight.shape[1], config.r
+    wide = backend.accumulator(linear.weight.dtype)
+    blocks, end = [], 0
+    for number, part in enumerate(chosen):
+        rows = linear.part_rows[part]
+        size = rows.stop - rows.start
+        blocks.append((rows, slice(end, end + size), slice(number * r, (number + 1) * r)))
+        end += size
+    a, b = declare((len(chosen) * r, ins), wide), declare((end, r), wide)
+    return Factors(a, b, config.scale, None, None, blocks)
+
+
+def make_room(factors: Factors, linear: Linear, backend) -> None:
+    """Memory for the copies that products take, of factors that have theirs."""
+    dtype = linear.weight.dtype
+    wide = factors.a.dtype == dtype
+    factors.down = factors.a.data if wide else backend.zeros(factors.a.shape, dtype)
+    factors.up = backend.zeros((linear.weight.shape[0], factors.a.shape[0]), dtype)
+
+
+def fill_copies(factors: Factors, backend) -> None:
+    """The copies that products take, made anew in place."""
+    if factors.down is not factors.a.data:
+        backend.store_weights(factors.down, factors.a.data)
+    wide = backend.zeros(factors.up.shape, factors.b.dtype)
+    for rows, own, columns in factors.blocks:
+        wide[rows, columns] = factors.b.data[own] * factors.scale
+    backend.store_weights(factors.up, wide)
 
 
 class WithoutAdapter:

@@ -7,6 +7,7 @@ import numpy as np
 
 from ..autograd import Parameter
 from ..ops import embedding, linear, rms_norm
+from .row_adapters import adapter_at
 from .store import Declared
 
 
@@ -58,7 +59,8 @@ class Module:
 class Linear(Module):
     """y = x weightᵀ + bias; weight (out, in). parts: name -> rows, which lie one after the other in weight and bias.
 
-    adapter: computes the layer in place of the plain product (models.adapters), None without one.
+    adapter: computes the layer in place of the plain product (models.adapters), None without one. A pass may have
+    others (models.row_adapters).
     """
 
     def __init__(self, backend, dtype, in_features: int, parts: dict[str, int], bias: bool = False):
@@ -69,8 +71,11 @@ class Linear(Module):
         self.adapter = None
 
     def __call__(self, x):
-        if self.adapter is not None and self.adapter.on:
-            return self.adapter(x, self)
+        adapter = adapter_at(self)
+        return self.plain(x) if adapter is None else adapter(x, self)
+
+    def plain(self, x):
+        """The product without an adapter."""
         return linear(x, self.weight, self.bias)
 
     def _parts_of(self, name):
