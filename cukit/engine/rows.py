@@ -51,7 +51,8 @@ class Rows:
         self._backend, self.capacity, self._block_size, self._vocab_size = backend, capacity, block_size, vocab_size
         self._precise = np.dtype(precise)
         self.count, self.sequences = 0, []
-        self.adapters: Counter[Any] = Counter()  # those of the rows, None for the base -> how many rows have it
+        self._adapters: Counter[Any] = Counter()  # those of the rows, None for the base -> how many rows have it
+        self.adapters: tuple = ()  # those of the rows, by their numbers; None, the base, first
         padded = backend.row_bucket(capacity)
         layout, nbytes = _layout(self._precise, padded)
         self._host_bytes, self._device_bytes = np.zeros(nbytes, np.uint8), backend.empty((nbytes,), np.uint8)
@@ -95,7 +96,7 @@ class Rows:
         host.context_lens[row] = host.draw_positions[row] = self._lengths[row] = length
         host.sources[row] = -1
         host.seeds[row], host.owners[row] = seq.seed, number_of(seq.request.adapter)
-        self.adapters[seq.request.adapter] += 1
+        self._count_adapter(seq.request.adapter, 1)
         for name in SAMPLING:
             getattr(host, name)[row] = getattr(params, name)
         index, offset = divmod(length - 1, self._block_size)
@@ -118,7 +119,7 @@ class Rows:
         seq.rows, seq.row = None, -1
         self._stale.pop(seq, None)
         self._count_kinds(seq.request.params, -1)
-        self.adapters -= Counter([seq.request.adapter])  # without those that no row has
+        self._count_adapter(seq.request.adapter, -1)
         if row < last:
             self._move(last, row)
         self.sequences.pop()
@@ -151,6 +152,12 @@ class Rows:
     def _count_kinds(self, params, change: int) -> None:
         self._num_penalised += change * (params.repetition_penalty != 1)
         self._num_delayed += change * (params.min_tokens > 0)
+
+    def _count_adapter(self, adapter: Any, change: int) -> None:
+        self._adapters[adapter] += change
+        if self._adapters[adapter] == 0:
+            del self._adapters[adapter]
+        self.adapters = tuple(sorted(self._adapters, key=number_of))
 
     def _set_stop_ids(self, row: int, stop_ids: list[int]) -> None:
         missing = len(stop_ids) - self._stop_ids.shape[1]
@@ -193,11 +200,6 @@ class Rows:
         self._stale.setdefault(seq, len(seq.block_table) - 1)
 
     # ---- a step ----
-
-    @property
-    def adapters_in_order(self) -> tuple:
-        """Those of the rows, by their numbers; None, the base, first."""
-        return tuple(sorted(self.adapters, key=number_of))
 
     @property
     def longest(self) -> int:

@@ -31,7 +31,7 @@ class ModelRunner:
     """Holds the KV cache and computes steps of `rows`."""
 
     def __init__(self, model, rows: Rows, config: EngineConfig, vocab_size: int, adapters: RequestAdapters):
-        self._adapters = adapters
+        self._adapters, self._takes_adapters = adapters, config.enable_lora
         self.model, self.backend, self.rows, self.vocab_size = model, model.backend, rows, vocab_size
         self.num_blocks, self.block_size = config.num_kv_blocks, config.block_size
         self.enforce_eager = config.enforce_eager
@@ -103,7 +103,7 @@ class ModelRunner:
 
     def load_adapters(self, adapters) -> None:
         """Bring adapters to the device; steps that know one that has to go are forgotten."""
-        if gone := set(self._adapters.load(adapters)):
+        if self._takes_adapters and (gone := set(self._adapters.load(adapters))):
             self._steps = {key: step for key, step in self._steps.items() if gone.isdisjoint(map(number_of, key[2]))}
 
     def _copy_blocks(self, step: Step) -> None:
@@ -124,7 +124,7 @@ class ModelRunner:
         rows = self.rows
         on_device = [None if x is None else self.backend.array(x) for x in rows.draw_settings()]
         settings = [getattr(device, name)[:count] for name in (*SAMPLING, "seeds", "draw_positions")]
-        with choosing(by_owner(rows.adapters_in_order, device.owners)):
+        with choosing(by_owner(rows.adapters, device.owners)):
             logits = _decode_logits(self.model, self.kv, device, self.max_context_len)[:count]
         return self.backend.sample(logits, *settings, self.vocab_size, *on_device)
 
@@ -133,7 +133,7 @@ class ModelRunner:
         a power of two of chunks.
         """
         context = (1 << ((longest - 1) // CHUNK_KEYS).bit_length()) * CHUNK_KEYS
-        key = self.backend.row_bucket(count), min(context, self.max_context_len), self.rows.adapters_in_order
+        key = self.backend.row_bucket(count), min(context, self.max_context_len), self.rows.adapters
         if key not in self._steps:
             if len(self._steps) == MOST_STEPS:
                 self._steps.clear()
