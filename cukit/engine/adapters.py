@@ -73,7 +73,7 @@ class RequestAdapters:
             others = [number for number in self._loaded if number not in wanted]
             gone = others[: max(0, len(self._loaded) + len(missing) - self._config.max_loras)]
             if gone:
-                self._model.backend.synchronize()  # a step in flight may read them
+                self._model.backend.synchronize()  # a graph in flight may read them
         for number in gone:
             self._loaded.pop(number).unload()
         for number, one in wanted.items():

@@ -160,12 +160,12 @@ class Scheduler:
     def _admit_ready(self) -> None:
         """Sequences that wait with their KV in place need only a row."""
         while self.waiting and self.waiting[0].is_ready and self._num_running < self.rows.capacity:
-            if not self._has_adapter(self.waiting[0]):
-                return
             self.enter_row(self.waiting.pop(0))
 
     def _has_adapter(self, seq: Sequence) -> bool:
-        """Whether the sequence's adapter may be on the device beside those of all that run."""
+        """Whether the sequence's adapter may be on the device beside those of all that run. A sequence that is ready
+        may always go on: what arrived after it waits behind it, and what arrived before it has run.
+        """
         adapter = seq.request.adapter
         if adapter is None or not adapter.for_requests:
             return True
