@@ -151,6 +151,8 @@ def adapters(dtype):
         )
         y, u = be.linear_beside_forward(x, w, a, b)
         be.linear_beside_backward_input(y, w, u, a)
+        for instead in (False, True):
+            be.change_rows(y, y.copy(), be.array(np.arange(rows, dtype=np.int32) % 3), 1, instead)
         be.merge_adapter(w, w, be.array(statistics(rank, ins)), be.array(statistics(outs, rank)), 0.5)
 
 
