@@ -83,7 +83,8 @@ def adapted(use: ModelUse, adapter: AdapterConfig, way: str) -> ModelUse:
     """The same model with an adapter that is trained in place of its weights."""
     layer = Layer(use.config, backend_for("cpu"), "float16", 0)
     factors, copies = (use.config.num_hidden_layers * count for count in adapter_sizes(layer, adapter, way))
-    return replace(use, adapter_parameters=factors, copied_parameters=copies)
+    head = use.config.hidden_size if adapter.with_score else 0  # a score head of its own
+    return replace(use, adapter_parameters=factors + head, copied_parameters=copies)
 
 
 def _trained_numbers(use: ModelUse) -> int:

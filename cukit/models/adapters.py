@@ -16,14 +16,15 @@ from typing import Any
 
 import numpy as np
 
-from ..autograd import Tensor
-from ..ops import Factors, linear_beside, linear_merged
+from ..autograd import Parameter, Tensor
+from ..ops import Factors, linear_beside, linear_merged, score
 from .adapter_config import AdapterConfig
 from .modules import Linear, Module, declare
 from .store import Store
 
 BESIDE, MERGED = WAYS = ("beside", "merged")
 PREFIX = "base_model.model.model."  # before the names of parts in PEFT's files
+SCORE_PART = "base_model.model.score.weight"  # a reward model's head, in PEFT's files
 _numbers = itertools.count()  # an adapter's, never given twice in a process
 
 
@@ -62,13 +63,27 @@ class LinearAdapter:
                 be.merge_adapter(self.merged[rows], weight, f.a.data[columns], f.b.data[own], f.scale)
 
 
+class ScoreAdapter:
+    """A reward model's score head as it is trained beside an adapter: weight (1, C), which takes the head's place."""
+
+    def __init__(self, adapter: "Adapter", weight: Parameter):
+        self.adapter, self.weight = adapter, weight
+
+    @property
+    def on(self) -> bool:
+        return self.adapter.on
+
+    def __call__(self, hidden: Tensor, head: Module) -> Tensor:
+        return score(hidden, self.weight)
+
+
 class Adapter:
     """All factors of a decoder, in a store of their own: float32 (float64 for a float64 model), so that an optimizer
     trains them as it does any weights. Making one freezes the decoder's weights and stands in its linear layers.
 
     way: "beside" or "merged". seed: A is drawn as PEFT does (Kaiming uniform with a = √5: ± 1/√I), on the host, so that
     every device gets the same numbers; B is zeros, so that nothing changes at first. After the factors have changed,
-    refresh() brings them into force.
+    refresh() brings them into force. With config.with_score the score head is trained too: a copy of it, as it is.
     """
 
     for_requests = False  # it is the model's own
@@ -78,6 +93,7 @@ class Adapter:
             raise ValueError(f"an adapter's way must be one of {', '.join(WAYS)}, got {way!r}")
         if model.adapter is not None:
             raise ValueError("the model has an adapter already: merge it first")
+        check_head(model, config)
         self.config, self.way, self.backend, self.number = config, way, model.backend, next_number()
         self._thread = threading.local()
         self.linears: list[tuple[Linear, LinearAdapter]] = []
@@ -90,6 +106,10 @@ class Adapter:
                 stem = peft_name(name, part)
                 parts |= {f"{stem}.lora_A.weight": (factors.a, columns), f"{stem}.lora_B.weight": (factors.b, own)}
             made.append((linear, factors))
+        if config.with_score:
+            weight = Parameter(model.score.weight.data)  # the store copies it
+            parameters["score.weight"], parts[SCORE_PART] = weight, (weight, slice(None))
+            model.score.adapter = ScoreAdapter(self, weight)
         self.store = Store(model.backend, parameters, parts)
         for linear, factors in made:
             self._set_up(linear, factors)
@@ -132,9 +152,9 @@ class Adapter:
         finally:
             self._thread.on = before
 
-    def at(self, linear: Linear) -> LinearAdapter | None:
+    def at(self, layer: Any) -> Any:
         """Its part at a layer."""
-        return linear.adapter
+        return layer.adapter
 
     def layer_parameters(self, index: int) -> list:
         """The factors of one layer."""
@@ -148,6 +168,15 @@ class Adapter:
     @property
     def num_parameters(self) -> int:
         return sum(math.prod(parameter.shape) for parameter in self.store.parameters)
+
+
+def check_head(model: Module, config: AdapterConfig) -> None:
+    """ValueError for a score head beside a model that has none."""
+    if config.with_score and not hasattr(model, "score"):
+        raise ValueError(
+            "this adapter is a reward model's (task_type SEQ_CLS, or modules_to_save): it has a score head, and the "
+            "model has none; give it as a reward, or train a reward model with it"
+        )
 
 
 def next_number() -> int:
@@ -198,6 +227,10 @@ class WithoutAdapter:
     def forward(self, tokens, positions, attend) -> Tensor:
         with self.model.adapter.off():
             return self.model.forward(tokens, positions, attend)
+
+    def scores(self, hidden) -> Tensor:
+        with self.model.adapter.off():
+            return self.model.scores(hidden)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.model, name)

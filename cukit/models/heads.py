@@ -1,8 +1,11 @@
 """A head computes something from a decoder's hidden states; a model may have several."""
 
+from typing import Any
+
 from ..autograd import Parameter, Tensor
 from ..ops import linear, lm_head_logprobs, score
 from .modules import Module, declare
+from .row_adapters import adapter_at
 
 
 class LanguageModelHead(Module):
@@ -30,15 +33,17 @@ class ScoreHead(Module):
     """A number for each hidden state: a reward model's score, a critic's value. weight (1, C), float32 or better.
 
     It is small and decides all, so its sums and its updates are not rounded to the model's dtype; its tensor is
-    `score.weight`, as in transformers' ...ForSequenceClassification.
+    `score.weight`, as in transformers' ...ForSequenceClassification. adapter: as a Linear's.
     """
 
     def __init__(self, backend, dtype, hidden_size: int):
         self.weight = declare((1, hidden_size), backend.accumulator(dtype))
+        self.adapter: Any = None
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """hidden (N, C) -> scores (N,) in the weight's dtype."""
-        return score(hidden, self.weight)
+        adapter = adapter_at(self)
+        return score(hidden, self.weight) if adapter is None else adapter(hidden, self)
 
     def init_weights(self, seed: int | None):
         """N(0, 1/(C + 1)) drawn from `seed` (Stiennon et al. 2020, "Learning to summarize from human feedback"), or

@@ -10,12 +10,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from ..backend import backend_for
-from .adapter_files import base_of, is_adapter, merge_into, save_adapter
+from .adapter_files import adapter_config, base_of, is_adapter, merge_into, save_adapter
 from .config import ModelConfig
 from .decoder import Decoder
 from .hub import INDEX, WEIGHTS, fetch_model
 
 STORED_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+GIVE_CAUSAL = "give a causal model here, and reward models as reward_funcs"
 EMBEDDING = "model.embed_tokens.weight"
 
 
@@ -27,7 +28,10 @@ def load_config(folder, head: str | None = None) -> ModelConfig:
     """
     source = model_folder(folder, weights=False)
     if is_adapter(source):
-        return load_config(base_of(source), head)
+        with_score = adapter_config(source).with_score
+        if with_score and head == "lm_head":
+            raise ValueError(f"{folder} holds the adapter of a reward model: {GIVE_CAUSAL}")
+        return load_config(base_of(source), "score" if with_score else head)
     path = source / "config.json"
     if not path.is_file():
         raise ValueError(f"{folder} holds no config.json: give the folder of a Hugging Face model")
@@ -38,8 +42,7 @@ def load_config(folder, head: str | None = None) -> ModelConfig:
     config = ModelConfig.from_json(raw)
     if head == "lm_head" and config.head == "score":
         raise ValueError(
-            f"{folder} holds a reward model ({config.architecture}), which has no language-model head: give a causal "
-            "model here, and reward models as reward_funcs"
+            f"{folder} holds a reward model ({config.architecture}), which has no language-model head: {GIVE_CAUSAL}"
         )
     return config.as_classifier() if head == "score" else config
 
@@ -58,6 +61,7 @@ def load_model(folder, device="cpu", dtype="auto", head="lm_head", score_seed: i
     one ValueError that names every tensor that is missing, unexpected or of the wrong shape, or holds NaN or infinity.
     """
     if is_adapter(source := model_folder(folder, weights=False)):
+        load_config(source, head)
         model = load_model(base_of(source), device, dtype, head, score_seed)
         merge_into(model, source)
         return model

@@ -11,9 +11,9 @@ from ..options import changed
 from .lora_config import peft_options
 
 
-def with_peft(args: Any, peft_config: Any) -> Any:
-    """args with the options that a peft.LoraConfig stands for."""
-    return args if peft_config is None else changed(args, **peft_options(peft_config))
+def with_peft(args: Any, peft_config: Any, head: str = "lm_head") -> Any:
+    """args with the options that a peft.LoraConfig stands for. head: of the model that is trained."""
+    return args if peft_config is None else changed(args, **peft_options(peft_config, head))
 
 
 def check_base(args: Any, folder: Path, name: Any) -> None:
@@ -32,7 +32,7 @@ def put_adapter(model: Decoder, args: Any, name: str | None) -> None:
     """
     if args.use_peft and model.adapter is None:
         base = str(Path(name).resolve()) if name is not None and Path(name).is_dir() else name
-        Adapter(model, args.lora.adapter(base), args.lora_way, args.seed)
+        Adapter(model, args.lora.adapter(base, model.config.head), args.lora_way, args.seed)
 
 
 def adapter_of(model: Any, args: Any) -> tuple[AdapterConfig, str] | None:
@@ -40,7 +40,7 @@ def adapter_of(model: Any, args: Any) -> tuple[AdapterConfig, str] | None:
     adapter = getattr(model, "adapter", None)
     if adapter is not None:
         return adapter.config, adapter.way
-    return (args.lora.adapter(None), args.lora_way) if args.use_peft else None
+    return (args.lora.adapter(None, model.config.head), args.lora_way) if args.use_peft else None
 
 
 def described(model: Decoder) -> str:
@@ -48,7 +48,8 @@ def described(model: Decoder) -> str:
     adapter = model.adapter
     assert adapter is not None
     config, frozen = adapter.config, sum(parameter.data.size for parameter in model.parameters())
+    head = " and the score head" if config.with_score else ""
     return (
-        f"adapter ({adapter.way}): rank {config.r}, scale {config.scale:.4g}, at {', '.join(config.targets)}; "
+        f"adapter ({adapter.way}): rank {config.r}, scale {config.scale:.4g}, at {', '.join(config.targets)}{head}; "
         f"{adapter.num_parameters:,} numbers are trained, {frozen:,} are frozen"
     )

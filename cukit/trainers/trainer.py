@@ -72,7 +72,7 @@ class Trainer(ABC):
         dtype: str = "auto",
         peft_config: Any = None,
     ):
-        args = with_peft(args, peft_config)
+        args = with_peft(args, peft_config, self.head)
         check_packages(args.report_to or [])
         self.args, self.callbacks = args, list(callbacks)
         self.run_folder: Path | None = None

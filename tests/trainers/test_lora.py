@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import cukit_cli
-from cukit import LLM, GRPOConfig, PPOConfig, PPOTrainer, RewardConfig, SamplingParams, SFTConfig
+from cukit import LLM, GRPOConfig, PPOConfig, PPOTrainer, SamplingParams, SFTConfig
 from cukit.backend.numpy import linear as linear_module
 from cukit.models.adapter_config import AdapterConfig
 from cukit.models.adapter_files import load_adapter
@@ -296,7 +296,6 @@ def test_what_is_not_there_is_refused(make_model, tokenizer, tmp_path, changes, 
         (SFTConfig, {"use_peft": True, "init_from_config": True}, "saves an adapter without them; leave one out"),
         (SFTConfig, {"use_peft": True, "lora_r": 0}, "lora_r must be at least 1, got 0"),
         (SFTConfig, {"use_peft": True, "lora_target_modules": ["qkv"]}, "lora_target_modules has qkv: give all-linear"),
-        (RewardConfig, {"use_peft": True}, "use_peft is not there for reward models"),
         (GRPOConfig, {"use_peft": True, "sync_ref_model": True, "beta": 0.1}, "sync_ref_model moves the reference"),
     ],
 )
