@@ -159,6 +159,32 @@ def test_grpo_resumes_bit_for_bit(make_grpo, tmp_path, way, dtype):
     assert_equal_factors(whole, again)
 
 
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("critic", ["separate", "shared"])
+def test_ppo_resumes_bit_for_bit(make_model, tokenizer, tmp_path, rows, critic, way):
+    """In the middle of a rollout: adapter, whole critic, both optimizers, values and KL coefficient."""
+    from .conftest import share_of_ones
+
+    def make(folder, steps):
+        args = PPOConfig(
+            **LORA, lora_way=way, output_dir=str(tmp_path / folder), critic=critic, max_steps=steps, save_steps=1,
+            max_completion_length=6, per_device_train_batch_size=8, logging_steps=1, kl_coef=0.05, num_ppo_epochs=2,
+            kl_target=0.1, lr_scheduler_type="constant",
+        )  # fmt: skip
+        return PPOTrainer(make_model(), [share_of_ones], args, rows, processing_class=tokenizer)
+
+    whole = make("whole", 4)
+    whole.train()
+    make("cut", 3).train()
+    again = make("cut", 4)
+    again.train(resume_from_checkpoint="latest")
+    assert_equal_factors(whole, again)
+    critics = [weights_of(trainer.critic) for trainer in (whole, again)]
+    assert all(np.array_equal(x, critics[1][name]) for name, x in critics[0].items())
+    assert getattr(again.critic, "adapter", None) is None
+    assert rows_without_times(again.run_folder)[3:] == rows_without_times(whole.run_folder)[3:]
+
+
 def test_a_checkpoint_holds_the_adapter_and_not_the_base(make_sft, make_model, tmp_path):
     trainer = make_sft(**LORA)
     trainer.train()
