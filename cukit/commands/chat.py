@@ -6,7 +6,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -57,18 +57,24 @@ def chat(values: dict[str, Any]) -> None:
         say(Chat(llm, options).answer(prompt))
 
 
-def ready(cls: Any, values: dict[str, Any]) -> tuple[Any, Any, str | None] | None:
-    """(engine, options, prompt: an option or stdin, None on a terminal); None after a dry run."""
+def ready(
+    cls: Any, values: dict[str, Any], more: Callable[[Any], dict[str, Any]] = lambda options: {}
+) -> tuple[Any, Any, str | None] | None:
+    """(engine, options, prompt: an option or stdin, None on a terminal); None after a dry run. more(options): further
+    options of the engine.
+    """
     from ..engine.llm import LLM
     from ..models.weights import model_folder, tokenizer_folders
 
     folder = model_folder(values["model"], weights=not values.get("dry_run"))
     options = make(cls, generation_defaults(tokenizer_folders(folder)[0]) | values)
     if options.dry_run:
-        show_engine(options, options.model, options.device, options.dtype, options.engine)
+        engine = changed(options.engine, **more(options))
+        show_engine(options, options.model, options.device, options.dtype, engine)
         return None
     prompt = options.prompt if options.prompt is not None or sys.stdin.isatty() else _stdin()
-    return LLM(folder, device=options.device, dtype=options.dtype, **given_values(options.engine)), options, prompt
+    given = given_values(options.engine) | more(options)
+    return LLM(folder, device=options.device, dtype=options.dtype, **given), options, prompt
 
 
 def _stdin() -> str:
@@ -179,7 +185,7 @@ class Chat:
         sampling = self.options.sampling
         if self.tries and sampling.seed is not None:
             sampling = changed(sampling, seed=sampling.seed + self.tries)
-        prompt = question if self.raw else self._prompt_ids(question)
+        prompt = self.prompt_of(question)
         start, first, output = time.perf_counter(), None, None
         with _ctrl_c(in_conversation) as pressed:
             stream = self.llm.generate([prompt], sampling, stream=True)
@@ -203,6 +209,10 @@ class Chat:
         if not self.raw:
             self.conversation.add(question, texts[0], [*output.prompt_token_ids, *output.outputs[0].token_ids])
         return self._summary(output, sampling, (start, first, end), pressed.now)
+
+    def prompt_of(self, question: str) -> str | list[int]:
+        """What the model is given: the text as it is (raw), or the ids of the conversation with this message."""
+        return question if self.raw else self._prompt_ids(question)
 
     def _prompt_ids(self, question: str) -> list[int]:
         ids, limit = self.conversation.prompt_ids(question), self.llm.config.max_model_len
