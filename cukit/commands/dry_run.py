@@ -11,10 +11,12 @@ import yaml
 from ..engine.config import EngineConfig
 from ..options import Options, stated_values
 from ..trainers.config import TrainerConfig
+from ..trainers.lora import with_peft
 
 
 def show_training(trainer_class: Any, args: TrainerConfig, read: dict[str, str]) -> None:
     """read: the files: model, data, eval_data."""
+    args = with_peft(args, None, trainer_class.head)
     trainer = without_weights(trainer_class, args, read)
     _print_options(read | stated_values(args))
     print(f"# steps: {trainer.count_steps()}")

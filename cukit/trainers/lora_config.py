@@ -25,6 +25,10 @@ class LoraOptions(Options):
         ("beside", "merged"),
     )
 
+    lora_adapter_path: str | None = option(
+        None, "begin with the adapter of this folder instead of a new one; its rank, scale and layers hold"
+    )
+
     def __post_init__(self) -> None:
         check_range(self, "lora_r", 1)
         check_range(self, "lora_alpha", 0, open_low=True)

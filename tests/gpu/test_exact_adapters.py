@@ -23,7 +23,8 @@ from cukit.models.adapter_files import load_adapter, merge_into, save_adapter
 from cukit.models.adapters import WAYS, Adapter, WithoutAdapter
 from cukit.models.config import ModelConfig
 from cukit.models.decoder import Decoder
-from cukit.models.logprobs import pack, target_logprobs, token_logprobs
+from cukit.models.logprobs import pack, pack_tokens, target_logprobs, token_logprobs
+from cukit.models.scores import packed_scores, score_rows
 from cukit.models.weights import load_model
 from cukit.optim import AdamW
 
@@ -203,6 +204,27 @@ def test_gradients_are_pefts(name, way):
     (logprobs.sum() * (-1.0 / logprobs.shape[0])).backward()
     for part, view in adapter.store.part_views(lambda bucket: bucket.grad).items():
         np.testing.assert_allclose(model.backend.to_numpy(view), truth[f"grad/{part}"], atol=1e-4, err_msg=part)
+    optimizer = AdamW(model.trained_store, 0.01, max_grad_norm=1.0)
+    assert optimizer.step()[1]
+
+
+REWARDS = {"lora_reward_llama": "llama_reward", "lora_reward_qwen3": "qwen3_tiny"}
+
+
+@pytest.mark.parametrize("name", REWARDS)
+@pytest.mark.parametrize("way", WAYS)
+def test_a_reward_models_scores_and_gradients_are_pefts(name, way):
+    """float32 on the card beside PEFT's float64; the score head is trained too."""
+    model = load_model(GOLDEN / REWARDS[name], device="cuda", dtype="float32", head="score")
+    truth, adapter, be = np.load(GOLDEN / f"{name}.npz"), load_adapter(model, GOLDEN / name, way), model.backend
+    rows = [ids[:length].tolist() for ids, length in zip(truth["input_ids"], truth["lengths"])]
+    (scores,) = packed_scores(model, pack_tokens(be, rows), be.array(score_rows(rows)))
+    np.testing.assert_allclose(be.to_numpy(scores.data), truth["scores"], atol=1e-4)
+    margins = truth["scores"][0::2] - truth["scores"][1::2]
+    weights = np.repeat(-1 / (1 + np.exp(margins)) / 2, 2) * np.tile([1, -1], 2)
+    scores.backward(be.array(weights.astype(np.float32)))
+    for part, view in adapter.store.part_views(lambda bucket: bucket.grad).items():
+        np.testing.assert_allclose(be.to_numpy(view), truth[f"grad/{part}"], atol=1e-4, err_msg=part)
     optimizer = AdamW(model.trained_store, 0.01, max_grad_norm=1.0)
     assert optimizer.step()[1]
 
