@@ -30,6 +30,7 @@ def trained(in_backward, form="float32", offload=False, checkpointing=True, step
     tokens = np.random.default_rng(0).integers(0, 1000, (4, 128))
     batch = PackedBatch.build(list(tokens), np.tile(np.arange(128) >= 64, 4)).to(be)
     step = Step(batch.micro_batches(0, 4096), 512, 256)
+    gc.collect()  # what earlier tests left
     held = pool.used_bytes()
     for _ in range(steps):
         _train(model, optimizer, step, in_backward)
