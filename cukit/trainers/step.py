@@ -143,7 +143,7 @@ class Steps(ABC):
         factor = learning_rate_factor(args.lr_scheduler_type, self.global_step, self.total_steps, warmup)
         return one.peak_rate(args) * factor
 
-    def _accumulate(self, micro_batches: list, in_backward: UpdateInBackward | None) -> tuple[float, dict, bool]:
+    def _accumulate(self, micro_batches: list, in_backward: UpdateInBackward | None = None) -> tuple[float, dict, bool]:
         """Forward and backward of every micro-batch -> (loss, sums of the arrays on the host, was there a gradient)."""
         be, has_gradient, scale = self.model.backend, False, self._loss_scale
         sums: dict[str, Any] = {}

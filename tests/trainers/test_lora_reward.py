@@ -98,7 +98,7 @@ def test_either_says_that_there_is_a_head(given):
 
 def test_a_dry_run_knows_of_the_head():
     for head in ("score", "lm_head"):
-        config, _ = adapter_of(SimpleNamespace(config=SimpleNamespace(head=head)), RewardConfig(use_peft=True))
+        config, *_ = adapter_of(SimpleNamespace(config=SimpleNamespace(head=head)), RewardConfig(use_peft=True))
         assert config.with_score == (head == "score")
 
 

@@ -230,7 +230,7 @@ def test_ppo_in_other_types(make_ppo, make_model, ways, dtype):
 def test_a_policy_that_waits_for_its_critic_gets_no_gradient(make_ppo, ways):
     trainer = make_ppo(dense, critic="shared", critic_warmup_steps=9)
     before = weights_of(trainer.model)
-    trainer._accumulate(trainer.make_batch(0)[0], None)
+    trainer._accumulate(trainer.make_batch(0)[0])
     assert not ways and trainer.model.lm_head.weight.grad is None
     trainer.train()
     assert all(np.array_equal(x, before[name]) for name, x in weights_of(trainer.model).items())
