@@ -122,7 +122,6 @@ __device__ __forceinline__ void turn_head(RowOf row_of, bool rows_aligned, float
 extern "C" __global__ void __launch_bounds__(THREADS)
 qk_norm_rope_forward(SCALAR* out, float* rstd, const SCALAR* qkv, const float* q_weight, const float* k_weight,
                      const float* cos, const float* sin, const int* positions, int T, int H, int K, int D, float eps) {
-    wait_for_inputs();
     auto row_of = [&](unsigned t, unsigned head) { return out + ((long long)t * (H + 2 * K) + head) * D; };
     turn_head(row_of, aligned16(out), rstd, qkv, q_weight, k_weight, cos, sin, positions, T, H, K, D, eps);
 }
@@ -132,7 +131,6 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 qk_norm_rope_store(SCALAR* out, SCALAR* k_cache, SCALAR* v_cache, const long long* slots, const SCALAR* qkv,
                    const float* q_weight, const float* k_weight, const float* cos, const float* sin,
                    const int* positions, int T, int H, int K, int D, float eps) {
-    wait_for_inputs();
     auto row_of = [&](unsigned t, unsigned head) -> SCALAR* {
         if (head < H) return out + ((long long)t * (H + 2 * K) + head) * D;
         const long long slot = slots[t];
