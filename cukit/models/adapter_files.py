@@ -28,6 +28,8 @@ def adapter_config(folder) -> AdapterConfig:
     path = Path(folder) / ADAPTER_CONFIG
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"{folder} is no adapter folder: it needs {ADAPTER_CONFIG}, as PEFT writes it") from None
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(values, dict):

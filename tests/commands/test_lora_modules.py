@@ -63,6 +63,7 @@ def test_what_is_wrong_is_said_in_one_line(folders, capsys, monkeypatch):
         (["a"], "lora_modules must be NAME=FOLDER, got 'a'"),
         (["a=x", "a=y"], "lora_modules has the name a twice"),
         (["a=first"], "use_dora=True cannot be taken"),
+        ([f"a={FOLDER}"], "is no adapter folder: it needs adapter_config.json"),
     ):
         assert run("--model", str(FOLDER), "--prompt", "1", "--lora_modules", *given, "--device", "cpu") == 2
         error = capsys.readouterr().err.strip().splitlines()[-1]
