@@ -59,8 +59,9 @@ def qk_norm_rope_store(
     """qk_norm_rope_forward, of which keys and values go to the caches as by store_kv. Returns an array like qkv
     that has the queries; the rest of it is not written where the caches have qkv's dtype.
     """
+    given = q_weight, k_weight, cos, sin, positions
     if k_cache.dtype != qkv.dtype:
-        out, _ = qk_norm_rope_forward(qkv, q_weight, k_weight, cos, sin, positions, num_heads, num_kv_heads, eps)
+        out, _ = qk_norm_rope_forward(qkv, *given, num_heads, num_kv_heads, eps)
         store_kv(k_cache, v_cache, out, slot_mapping, num_heads, num_kv_heads)
         return out
     tokens, head_dim = _sizes(qkv, cos, sin, positions, num_heads, num_kv_heads)
@@ -68,26 +69,9 @@ def qk_norm_rope_store(
     if len(slot_mapping) != tokens:
         raise ValueError(f"{len(slot_mapping)} slots do not fit {tokens} tokens")
     kernels, groups = _rope_kernels(qkv.dtype, head_dim)
-    out = empty(qkv.shape, qkv.dtype)
-    kernels.qk_norm_rope_store(
-        -(-tokens * (num_heads + 2 * num_kv_heads) // groups),
-        ROPE_THREADS,
-        out,
-        k_cache,
-        v_cache,
-        slot_mapping,
-        qkv,
-        q_weight,
-        k_weight,
-        cos,
-        sin,
-        positions,
-        tokens,
-        num_heads,
-        num_kv_heads,
-        head_dim,
-        eps,
-    )
+    out, to = empty(qkv.shape, qkv.dtype), (k_cache, v_cache, slot_mapping)
+    blocks, sizes = -(-tokens * (num_heads + 2 * num_kv_heads) // groups), (tokens, num_heads, num_kv_heads, head_dim)
+    kernels.qk_norm_rope_store(blocks, ROPE_THREADS, out, *to, qkv, *given, *sizes, eps)
     return out
 
 
