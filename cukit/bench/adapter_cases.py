@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from .cases import DECODE_ROWS, FLOAT, Case, Workbench
+from .workbench import DECODE_ROWS, FLOAT, Case, Workbench
 
 RANK = 32
 PARTS = {"qkv_proj": 3, "o_proj": 1, "gate_up_proj": 2, "down_proj": 1}
