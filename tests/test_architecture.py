@@ -34,7 +34,7 @@ LAYERS = {
     "datasets": {"tokenizer", "options", "hub"},
     "user_code": set(),
     "rewards": {"options", "user_code"},
-    "parallel": {"backend"},
+    "parallel": {"backend", "options"},
     "runs": {"models", "backend", "cukit"},
     "engine": BELOW_ENGINE | {"tokenizer"},
     "trainers": BELOW_ENGINE | BESIDE | {"engine"},

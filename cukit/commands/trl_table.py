@@ -162,7 +162,7 @@ ROWS: tuple[Row, ...] = (
     # ---- devices ----
     *_not_needed(
         "one GPU has nothing to exchange",
-        *("ddp_find_unused_parameters", "ddp_backend", "ddp_timeout", "ddp_bucket_cap_mb", "ddp_broadcast_buffers"),
+        *("ddp_find_unused_parameters", "ddp_backend", "ddp_bucket_cap_mb", "ddp_broadcast_buffers"),
         *("ddp_static_graph", "local_rank", "ds3_gather_for_generation", "ignore_bias_buffers"),
     ),
     *_not_needed("device says where to run", "use_mps_device"),

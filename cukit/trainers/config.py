@@ -19,6 +19,7 @@ from ..options import (
     require,
     say_once,
 )
+from ..parallel.config import ParallelOptions, num_processes
 from .evaluation_config import BestModelOptions
 from .lora_config import LoraOptions
 
@@ -112,6 +113,7 @@ class TrainerConfig(Options):
     lora: LoraOptions = nested(LoraOptions)
     best: BestModelOptions = nested(BestModelOptions)
     rows: RowOptions = nested(RowOptions)
+    parallel: ParallelOptions = nested(ParallelOptions)
 
     @classmethod
     def respelled(cls, values: dict[str, Any]) -> dict[str, Any]:
@@ -192,6 +194,11 @@ class TrainerConfig(Options):
                 known = f"{', '.join(DASHBOARDS)}, or none alone"
                 require(name in DASHBOARDS, f"report_to must be among {known}, got {name!r}")
         self.report_to = [] if names == ["none"] else list(dict.fromkeys(names))
+
+    @property
+    def num_processes(self) -> int:
+        """Ranks: the processes that mpirun or srun started as this run, else 1."""
+        return num_processes()
 
     @property
     def evaluates(self) -> str:

@@ -18,6 +18,7 @@ from ..models.decoder import Decoder
 from ..optim import AdamW, learning_rate_factor
 from ..runs.metrics import Timer
 from .config import TrainerConfig
+from .ranks import Ranks
 from .state import POLICY, TrainedModel
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ class Steps(ABC):
 
     args: TrainerConfig
     also_named: ClassVar[dict[str, str]] = {}  # a metric's second name in TRL -> the metric
+    ranks: Ranks
     models: dict[str, TrainedModel]
     sampler: EpochSampler
     timer: Timer
@@ -114,7 +116,17 @@ class Steps(ABC):
         return metrics | times | {"tokens_per_second": tokens / max(times["step_time"], 1e-9)}
 
     def _accumulate(self, micro_batches: list) -> tuple[float, dict, bool]:
-        """Forward and backward of every micro-batch -> (loss, sums of the arrays on the host, was there a gradient)."""
+        """Forward and backward of every micro-batch -> (loss, sums of the arrays on the host, was there a gradient).
+
+        micro_batches: this rank's; the rest is of all ranks.
+        """
+        sums, has_gradient = self.ranks.total(
+            lambda: self._passes(micro_batches), self.models, self.args.fast_reduction
+        )
+        return float(sums.pop("loss", 0.0)), sums, has_gradient
+
+    def _passes(self, micro_batches: list) -> tuple[dict, bool]:
+        """Forward and backward of each -> (sums of the arrays on the host, was there a gradient)."""
         be, has_gradient, scale = self.model.backend, False, self._loss_scale
         sums: dict[str, Any] = {}
         for micro_batch in micro_batches:
@@ -126,8 +138,7 @@ class Steps(ABC):
                 combine = np.maximum if name.startswith("max/") else np.add
                 sums[name] = combine(sums[name], value) if name in sums else value
         # the step's one wait for the device
-        sums = {name: be.to_numpy(value).astype(np.float64) for name, value in sums.items()}
-        return float(sums.pop("loss", 0.0)), sums, has_gradient
+        return {name: be.to_numpy(value).astype(np.float64) for name, value in sums.items()}, has_gradient
 
     def _update(self, run: Run, has_gradient: bool) -> dict:
         """Step every optimizer; returns the metrics of the update.
