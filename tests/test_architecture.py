@@ -121,7 +121,7 @@ NOUNS = {
 # Files of a shelf that are no noun's: what several nouns use, and what the other shelves do not need.
 HELPERS = {
     "kernels": set(),
-    "cuda": {"checked", "compile", "constants", "cublas", "exact", "loader", "verdicts", "versions"},
+    "cuda": {"checked", "compile", "constants", "cublas", "exact", "loader", "nccl", "verdicts", "versions"},
     "numpy": {"attention_core", "threads"},
     "ops": {"elementwise"},
 }

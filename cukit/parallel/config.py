@@ -5,9 +5,10 @@ from collections.abc import Mapping
 
 from ..options import Options, check_range, option
 
-# What launchers tell a process: how many there are, and its place on its own host. Open MPI's mpirun; MPICH's, Intel's
-# and others' mpiexec; srun (SLURM_NTASKS also stands in a batch script, which is one process).
+# What launchers tell a process: how many there are, its place among all of them, and its place on its own host. Open
+# MPI's mpirun; the mpiexec of MPICH, Intel and others; srun (SLURM_NTASKS also stands in a batch script, one process).
 SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
+RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 LOCAL_RANKS = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "PALS_LOCAL_RANKID", "SLURM_LOCALID")
 
 
@@ -27,6 +28,11 @@ class ParallelOptions(Options):
 def num_processes(environment: Mapping[str, str] = os.environ) -> int:
     """How many processes mpirun or srun started as this run; 1 without them."""
     return max(_first(SIZES, environment, 1), 1)
+
+
+def launched_rank(environment: Mapping[str, str] = os.environ) -> int:
+    """This process's place among them, as the launcher says."""
+    return _first(RANKS, environment, 0) if num_processes(environment) > 1 else 0
 
 
 def local_rank(environment: Mapping[str, str] = os.environ) -> int | None:

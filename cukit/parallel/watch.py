@@ -82,7 +82,8 @@ class Watch:
         self.folder: Path | None = None
         self.peers: list[Peer] = []
         self._number, self._what, self._since = 0, None, 0.0
-        self._ended: str | None = None
+        self._ended: str | None = None  # why this rank enters no further collective
+        self._left = False  # the process is about to end
         self._beat = 0
         self._taken = False  # the main thread knows of the loss
         self._runs = 0  # runs of which this rank has written everything
@@ -115,7 +116,7 @@ class Watch:
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
         """Around a wait for all ranks."""
-        self._number, self._what, self._since = self._number + 1, what, time.monotonic()
+        self._number, self._what, self._since, self._ended = self._number + 1, what, time.monotonic(), None
         yield
         self._what = None
 
@@ -128,38 +129,39 @@ class Watch:
             raise RankLost(self.lost)
 
     def end(self, reason: str = "") -> None:
-        """The last record of this rank: it enters no further collective. The first reason that is given stays."""
+        """Tell the others that this rank enters no further collective. The first reason that is given stays."""
         self._ended = self._ended or reason or "it has ended"
         self._write()
 
     def end_run(self, error: BaseException, is_first: bool) -> None:
-        """After a run that an error ended on every rank: wait until the first rank has written what it saves. mpirun
-        kills it as soon as another one ends.
+        """At the end of a run that an error ended here: tell the others, which may wait for this rank, and let the
+        first one write what it saves. mpirun kills it as soon as another one ends.
         """
         self._runs += 1
-        self._write()
+        self.end(f"{type(error).__name__}: {error}"[:300])
         if is_first or self.folder is None:
             return
         first, began = self.peers[0], time.monotonic()
         while time.monotonic() - began < SAVING and not first.gone:
-            record = _read(self.folder, 0)
-            if record.get("runs", 0) >= self._runs or record.get("ended"):
+            if _read(self.folder, 0).get("runs", 0) >= self._runs:
                 return
             time.sleep(TICK)
 
     def leave(self) -> None:
         """At the end of the process: MPI's own end would wait for a lost rank."""
+        self._left = True
         self.end()
         if self.lost is not None:
+            time.sleep(5 * TICK)  # mpirun ends the others at once, and a rank that failed may be saying why
             _exit()
-        if self.folder is not None and all(_read(self.folder, peer.rank).get("ended") for peer in self.peers):
+        if self.folder is not None and all(_read(self.folder, peer.rank).get("left") for peer in self.peers):
             shutil.rmtree(self.folder, ignore_errors=True)
 
     # ---- the thread ----
 
     def _run(self) -> None:
         beat = before = time.monotonic()
-        while self._ended is None or self.lost is not None:
+        while not self._left or self.lost is not None:
             time.sleep(TICK)
             now = time.monotonic()
             if now - before > SILENT / 6:  # this process itself was stopped: the others' silence says nothing
@@ -227,7 +229,7 @@ class Watch:
     def _write(self) -> None:
         self._beat += 1
         record = {"beat": self._beat, "number": self._number, "what": self._what, "ended": self._ended}
-        record |= {"runs": self._runs}
+        record |= {"runs": self._runs, "left": self._left}
         if self.folder is not None:
             with suppress(OSError):  # a rank that cannot write counts as lost, but does not fail by this
                 descriptor = os.open(self.folder / f"rank-{self.rank}", os.O_WRONLY | os.O_CREAT, 0o600)

@@ -135,8 +135,9 @@ class Run:
         if trainer.model.adapter is not None:
             logger.info("%s", described(trainer.model))
         logger.info("memory:\n%s", trainer.plan.table())
-        silent = not self.ranks.is_first
-        with Progress(trainer.total_steps, trainer.label, trainer.global_step, silent=silent) as trainer.progress:
+        # mpirun shows every process a terminal, whatever there is
+        shown = {"live": False, "silent": not self.ranks.is_first} if self.ranks.size > 1 else {}
+        with Progress(trainer.total_steps, trainer.label, trainer.global_step, **shown) as trainer.progress:
             try:
                 trainer.call("on_train_begin")
                 self._evaluate_if_due()

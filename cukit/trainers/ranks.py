@@ -137,10 +137,10 @@ class Ranks:
         for parameter, wanted in zip(store.parameters, reached, strict=True):
             if wanted:
                 parameter.grad_buffer()
-        group = self.group.on(store.backend, fast)
+        group = self.group.on(store.backend)
         for bucket in reversed(store.buckets):
             if any(wanted and parameter.slot.bucket is bucket for parameter, wanted in zip(store.parameters, reached)):
-                group.all_reduce(bucket.grad, "gradients")
+                group.all_reduce(bucket.grad, "gradients", fast)
 
     # ---- the run ----
 

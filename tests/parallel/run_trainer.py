@@ -20,6 +20,7 @@ from cukit import GRPOConfig, GRPOTrainer, PPOConfig, PPOTrainer, SFTConfig, SFT
 from cukit.backend import backend_for  # noqa: E402
 from cukit.models.config import ModelConfig  # noqa: E402
 from cukit.models.decoder import Decoder  # noqa: E402
+from cukit.parallel import watch  # noqa: E402
 from cukit.parallel.world import world  # noqa: E402
 from cukit.tokenizer import Tokenizer  # noqa: E402
 from cukit.trainers.reward import RewardTrainer  # noqa: E402
@@ -51,12 +52,12 @@ def tokenizer():
     return Tokenizer.from_folder(TINY)
 
 
-def model(dtype="float64", head="lm_head"):
+def model(dtype="float64", head="lm_head", seed=0):
     raw = json.loads((TINY / "config.json").read_text()) | SMALL
     if head == "score":
         raw |= {"architectures": ["Qwen3ForSequenceClassification"], "num_labels": 1}
     made = Decoder(ModelConfig.from_json(raw), backend_for("cpu"), dtype, head)
-    made.init_weights(0)
+    made.init_weights(seed)
     return made
 
 
@@ -108,8 +109,10 @@ class Recorder:
         trainer._accumulate, trainer.make_batch = kept, acting
 
     def act(self):
+        if self.does is None:
+            return
+        print(f"rank {self.which} acts at {time.time()}", flush=True)
         if self.does in ("kill", "stop"):
-            print(f"rank {self.which} acts at {time.time()}", flush=True)
             os.kill(os.getpid(), signal.SIGKILL if self.does == "kill" else signal.SIGSTOP)
         elif self.does == "fail":
             raise OSError("the disk of this rank is broken")
@@ -117,10 +120,17 @@ class Recorder:
             os.kill(os.getpid(), signal.SIGTERM)
         elif self.does == "linger":
             time.sleep(60)
+        elif self.does == "reward":
+
+            def broken(completions, **_):
+                raise RuntimeError("no such answer")
+
+            self.trainer.scorer.functions[0] = broken
 
 
-def run_case(folder, method, resume=None, does=None, **options):
+def run_case(folder, method, resume=None, does=None, silent=None, **options):
     folder = Path(folder)
+    watch.SILENT = silent or watch.SILENT
     folder.mkdir(parents=True, exist_ok=True)
     trainer = make_trainer(method, **{"output_dir": str(folder / "run")} | options)
     recorder = Recorder(trainer, does)

@@ -4,7 +4,6 @@ Samples are the same because draws depend on a prompt's place; in float64 roundi
 """
 
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -134,27 +133,27 @@ def test_a_run_repeats_bit_for_bit(several, tmp_path):
             np.testing.assert_array_equal(array, after[name], err_msg=name)
 
 
-def checkpoints(folder):
-    return sorted(path.name for path in Path(folder).glob("checkpoint-*"))
+def test_saved_on_two_ranks_resumed_on_one_and_three(tmp_path):
+    """In the middle of a generation batch, and of PPO's mini-batches; the end is that of a run that went through.
 
-
-def test_saved_on_two_ranks_resumed_on_one_and_three(one, tmp_path):
-    """In the middle of a generation batch, and of PPO's mini-batches; the end is that of a run that went through."""
-    cases = {name: CASES[name] for name in ("grpo dapo", "ppo", "lora")}
-    run(2, tmp_path / "two", {name: sized(case, 2) | {"max_steps": 1} for name, case in cases.items()})
+    In float32, since checkpoints hold no float64. The large epsilon keeps Adam from making rounding as large as the
+    learning rate.
+    """
+    cases = {name: CASES[name] | {"dtype": "float32", "adam_epsilon": 1e-3} for name in ("grpo dapo", "ppo", "lora")}
+    run(2, tmp_path, {name: sized(case, 2) | {"max_steps": 1} for name, case in cases.items()})
+    truth, _ = run(1, tmp_path / "through", cases)
     for ranks in (1, 3):
         rest = {}
         for name, case in cases.items():
             rest[name] = sized(case, ranks) | {"output_dir": str(tmp_path / f"{ranks} {name}")}
-            rest[name]["resume"] = str(tmp_path / "two" / name / "run" / "checkpoint-1")
+            rest[name]["resume"] = str(tmp_path / name / "run" / "checkpoint-1")
         found, _ = run(ranks, tmp_path / f"resumed-{ranks}", rest)
         for name in cases:
             for told, arrays in found[name]:
                 assert told["step"] == 3
-                for key, array in one[1][name][0][1].items():
+                for key, array in truth[name][0][1].items():
                     if key.startswith("weights/"):
-                        scale = np.abs(array).max()
-                        assert np.abs(arrays[key] - array).max() <= 1e-7 * scale, key
+                        np.testing.assert_allclose(arrays[key], array, atol=1e-5, err_msg=f"{ranks} {name} {key}")
 
 
 def test_config_yaml_and_run_json_say_how_many(several):
