@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Mapping
+from typing import Any
 
 from ..options import Options, check_range, option
 
@@ -40,5 +41,5 @@ def local_rank(environment: Mapping[str, str] = os.environ) -> int | None:
     return _first(LOCAL_RANKS, environment, None)
 
 
-def _first(names, environment, default):
+def _first(names: tuple[str, ...], environment: Mapping[str, str], default: Any) -> Any:
     return next((int(environment[name]) for name in names if environment.get(name, "").isdigit()), default)

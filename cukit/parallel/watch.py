@@ -81,7 +81,8 @@ class Watch:
         self.lost: str | None = None  # the line about the first rank that was lost
         self.folder: Path | None = None
         self.peers: list[Peer] = []
-        self._number, self._what, self._since = 0, None, 0.0
+        self._number, self._since = 0, 0.0  # of the collective that was entered last
+        self._what: str | None = None  # its name, while this rank waits in it
         self._ended: str | None = None  # why this rank enters no further collective
         self._left = False  # the process is about to end
         self._beat = 0

@@ -8,7 +8,7 @@ what one rank does with the same batch, but for the order in which sums are adde
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -95,7 +95,7 @@ class Ranks:
         self.group.barrier(what)
 
     @contextmanager
-    def _being_alone(self):
+    def _being_alone(self) -> Iterator[None]:
         assert not self._alone, "a rank that is alone calls no collective"
         self._alone = True
         try:
@@ -158,6 +158,8 @@ class Ranks:
                         f"the ranks differ in {name}: {value!r} on rank 0, {other.get(name)!r} on rank {rank}; give "
                         "each the same model, data, options and kind of device"
                     )
+        for one in models.values():
+            self.group.on(one.model.backend)  # what GPUs need for it is missed here, and not after the first rollout
 
     def end(self, error: BaseException | None) -> None:
         """At the end of a run: no rank goes on before the first one has written everything."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
+from typing import Any
 
 import numpy as np
 
@@ -28,7 +29,7 @@ def shared_out(
         return draw(places)
     first, last = shares(len(places), ranks.size)[ranks.rank : ranks.rank + 2]
 
-    def work():
+    def work() -> tuple | None:
         if first == last:
             return None
         samples, rewards, by_function = draw(places[first:last])
@@ -45,19 +46,17 @@ def shared_out(
 def joined(parts: Sequence[Samples]) -> Samples:
     """The rows of several Samples, in order. Their groups are numbers of one counting already."""
     names = dict.fromkeys(name for part in parts for name in part.recorded)
-    return Samples(
-        _chained(parts, "token_ids"),
-        np.concatenate([part.prompt_lengths for part in parts]),
-        np.concatenate([part.groups for part in parts]),
-        *(_chained(parts, name) for name in ("logprobs", "finish_reasons", "texts", "masks", "messages")),
-        environments=_chained(parts, "environments"),
-        recorded={
-            name: [value for part in parts for value in part.recorded.get(name, [None] * len(part))] for name in names
-        },
-    )
+    recorded = {
+        name: [value for part in parts for value in part.recorded.get(name, [None] * len(part))] for name in names
+    }
+    found: dict[str, Any] = {
+        name: np.concatenate([getattr(part, name) for part in parts]) for name in ("prompt_lengths", "groups")
+    }
+    lists = {item.name: _chained(parts, item.name) for item in fields(Samples) if item.name not in found}
+    return Samples(**found | lists | {"recorded": recorded})
 
 
-def _chained(parts: Sequence[Samples], name: str):
+def _chained(parts: Sequence[Samples], name: str) -> list | None:
     if getattr(parts[0], name) is None:
         return None
     return [value for part in parts for value in getattr(part, name)]

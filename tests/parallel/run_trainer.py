@@ -52,11 +52,11 @@ def tokenizer():
     return Tokenizer.from_folder(TINY)
 
 
-def model(dtype="float64", head="lm_head", seed=0):
+def model(dtype="float64", head="lm_head", seed=0, device="cpu"):
     raw = json.loads((TINY / "config.json").read_text()) | SMALL
     if head == "score":
         raw |= {"architectures": ["Qwen3ForSequenceClassification"], "num_labels": 1}
-    made = Decoder(ModelConfig.from_json(raw), backend_for("cpu"), dtype, head)
+    made = Decoder(ModelConfig.from_json(raw), backend_for(device), dtype, head)
     made.init_weights(seed)
     return made
 
@@ -68,18 +68,19 @@ def share_of_ones(completions, log_metric=None, log_extra=None, **_):
     return [text.count("1") / max(len(text), 1) + 0.1 * (text[:1] == "2") for text in texts]
 
 
-def make_trainer(method, dtype="float64", **options):
+def make_trainer(method, dtype="float64", device="cpu", **options):
+    world()  # before anything of CUDA
     if method == "sft":
         args = SFTConfig(**SHARED | {"per_device_train_batch_size": 6} | options)
-        return SFTTrainer(model(dtype), args, DEMONSTRATIONS, DEMONSTRATIONS[:5], tokenizer())
+        return SFTTrainer(model(dtype, device=device), args, DEMONSTRATIONS, DEMONSTRATIONS[:5], tokenizer())
     if method == "reward":
         args = RewardConfig(**SHARED | {"per_device_train_batch_size": 6} | options)
-        return RewardTrainer(model(dtype, "score"), args, PAIRS, PAIRS[:5], tokenizer())
+        return RewardTrainer(model(dtype, "score", device=device), args, PAIRS, PAIRS[:5], tokenizer())
     if method == "ppo":
         args = PPOConfig(**SHARED | DRAWN | {"per_device_train_batch_size": 12, "num_ppo_epochs": 2} | options)
-        return PPOTrainer(model(dtype), share_of_ones, args, PROMPTS, PROMPTS[:5], tokenizer())
+        return PPOTrainer(model(dtype, device=device), share_of_ones, args, PROMPTS, PROMPTS[:5], tokenizer())
     args = GRPOConfig(**SHARED | DRAWN | {"per_device_train_batch_size": 24, "num_generations": 4} | options)
-    return GRPOTrainer(model(dtype), share_of_ones, args, PROMPTS, PROMPTS[:5], tokenizer())
+    return GRPOTrainer(model(dtype, device=device), share_of_ones, args, PROMPTS, PROMPTS[:5], tokenizer())
 
 
 class Recorder:
@@ -88,12 +89,13 @@ class Recorder:
     def __init__(self, trainer, does=None, at=2, which=1):
         self.arrays, self.trainer, self.does, self.at, self.which = {}, trainer, does, at, which
         accumulate, make_batch = trainer._accumulate, trainer.make_batch
+        to_numpy = trainer.model.backend.to_numpy
 
         def kept(micro_batches):
             found = accumulate(micro_batches)
             for name, one in trainer.models.items():
                 for part, view in one.model.trained_store.part_views(lambda bucket: bucket.grad).items():
-                    self.arrays[f"gradient/{trainer.global_step}/{name}/{part}"] = view.copy()
+                    self.arrays[f"gradient/{trainer.global_step}/{name}/{part}"] = to_numpy(view).copy()
             return found
 
         def acting(step):
@@ -103,7 +105,7 @@ class Recorder:
             if (batch := getattr(trainer, "_batch", None)) is not None:
                 for column in COLUMNS:
                     if (values := getattr(batch, column)) is not None:
-                        self.arrays[f"batch/{step}/{column}"] = np.array(values)
+                        self.arrays[f"batch/{step}/{column}"] = to_numpy(values).copy()
             return found
 
         trainer._accumulate, trainer.make_batch = kept, acting
@@ -138,7 +140,8 @@ def run_case(folder, method, resume=None, does=None, silent=None, **options):
     rank = world().rank
     arrays = dict(recorder.arrays)
     for name, one in trainer.models.items():
-        arrays |= {f"weights/{name}/{part}": view for part, view in one.model.trained_store.part_views().items()}
+        views, to_numpy = one.model.trained_store.part_views(), one.model.backend.to_numpy
+        arrays |= {f"weights/{name}/{part}": to_numpy(view).astype(np.float64) for part, view in views.items()}
     np.savez(folder / f"rank-{rank}.npz", **arrays)
     evaluations = [metrics for _, metrics in trainer.evaluations]
     told = {"last": last, "evaluations": evaluations, "step": trainer.global_step, "run": str(trainer.run_folder)}

@@ -19,7 +19,7 @@ def check() -> None:
         raise ValueError(f"several GPUs need the library NCCL, which CuPy does not find: {INSTALL}")
 
 
-def unique_id() -> tuple:
+def unique_id() -> bytes:
     """What the processes of a new communicator have to know; one of them makes it."""
     return nccl.get_unique_id()
 
@@ -32,7 +32,7 @@ def device_place() -> str:
 class Communicator:
     """Rank `rank` of `size` processes with a GPU each. All of them make one, with the same id, at the same time."""
 
-    def __init__(self, size: int, rank: int, unique_id: tuple):
+    def __init__(self, size: int, rank: int, unique_id: bytes):
         self.size, self.rank = size, rank
         self._link = nccl.NcclCommunicator(size, unique_id, rank)
         self._stream = cp.cuda.Stream(non_blocking=True)
