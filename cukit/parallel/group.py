@@ -56,6 +56,13 @@ def shares(count: int, size: int) -> list[int]:
     return [count * rank // size for rank in range(size + 1)]
 
 
+def flat_view(array: Any) -> Any:
+    """An array's elements in one dimension, in place; ValueError where that would be a copy."""
+    if not array.flags.c_contiguous:
+        raise ValueError("collectives take contiguous arrays")
+    return array.reshape(-1)
+
+
 class RankedGroup(Group):
     """Several ranks: the sums, in order of ranks, by means of an exchange of arrays between each two ranks."""
 
@@ -71,7 +78,7 @@ class RankedGroup(Group):
     def _empty_like(self, array: Any) -> Any: ...
 
     def all_reduce(self, array: Any, what: str = "all_reduce", fast: bool = False) -> None:
-        flat = array.reshape(-1)
+        flat = flat_view(array)
         for start in range(0, flat.size, CHUNK):
             part = flat[start : start + CHUNK]
             if fast:
@@ -81,7 +88,7 @@ class RankedGroup(Group):
                 self.all_gather(part, what=what)
 
     def reduce_scatter(self, array: Any, what: str = "reduce_scatter") -> Any:
-        flat = array.reshape(-1)
+        flat = flat_view(array)
         borders = shares(flat.size, self.size)
         longest, most = max(b - a for a, b in zip(borders, borders[1:])), max(CHUNK // self.size, 1)
         for start in range(0, longest, most):
@@ -97,5 +104,5 @@ class RankedGroup(Group):
 
     def all_gather(self, array: Any, borders: Sequence[int] | None = None, what: str = "all_gather") -> None:
         borders = shares(array.size, self.size) if borders is None else borders
-        parts = [array[a:b] for a, b in zip(borders, borders[1:])]
+        parts = [flat_view(array)[a:b] for a, b in zip(borders, borders[1:])]
         self._swap([parts[self.rank]] * self.size, parts, what)

