@@ -156,6 +156,10 @@ class TrainerConfig(Options):
         check_range(self, "warmup_ratio", 0, 1)
         check_range(self, "max_steps", -1)
         require(self.max_steps != 0, "max_steps must be -1 (off) or at least 1, got 0")
+        require(
+            not self.zero_stage or self.optimizer_state != "int8",
+            "optimizer_state=int8 has blocks that zero_stage=1 would cut; give optimizer_state=bfloat16",
+        )
         self._resolve_dtype()
         self._check_dashboards()
         require(

@@ -11,7 +11,6 @@ from ..runs import checkpoint
 from ..runs.evaluations import drop_later_evaluations
 from ..runs.folder import RunLock, leave_run_folder, open_run_folder, write_run_config
 from ..runs.metrics import MetricsLogger, MetricsWindow
-from ..runs.progress import Progress
 from ..runs.record import RunRecord, machine
 from ..runs.report import write_report_at_end
 from ..runs.reporters import ReportedRun, Reporters
@@ -94,15 +93,13 @@ class Run:
         """Optimizers, the state of a checkpoint, config.yaml, the logs."""
         trainer = self.trainer
         for trained in trainer.models.values():
-            trained.optimizer = make_optimizer(trained.model, trainer.args)
+            trained.optimizer = make_optimizer(trained.model, trainer.args, self.ranks)
         trainer.evaluation_due = trainer.args.eval_on_start
         if source:
             self.ranks.each(lambda: self._resume(source), "resuming")
         if goes_on:
             self.saved_step = self._resume_step = trainer.global_step
-        facts = {name: value for name, value in trainer.run_config().items() if name != "output_dir"}
-        facts |= {"device": trainer.model.backend.name, "rows": len(trainer.train_rows)}
-        self.ranks.begin(facts, trainer.models, trainer.args.ddp_timeout, f"; go on with {self._resume_options()}")
+        self.ranks.begin(trainer, f"; go on with {self._resume_options()}")
         self.ranks.first(lambda: self._open_files(goes_on), "opening the run")
 
     def _open_files(self, goes_on: bool) -> None:
@@ -135,9 +132,7 @@ class Run:
         if trainer.model.adapter is not None:
             logger.info("%s", described(trainer.model))
         logger.info("memory:\n%s", trainer.plan.table())
-        # mpirun shows every process a terminal, whatever there is
-        shown = {"live": False, "silent": not self.ranks.is_first} if self.ranks.size > 1 else {}
-        with Progress(trainer.total_steps, trainer.label, trainer.global_step, **shown) as trainer.progress:
+        with self.ranks.progress(trainer.total_steps, trainer.label, trainer.global_step) as trainer.progress:
             try:
                 trainer.call("on_train_begin")
                 self._evaluate_if_due()
@@ -279,11 +274,11 @@ class Run:
             logger.warning("%s; training goes on", error)
 
     def _save_after_error(self) -> None:
-        """Keep the steps that an error between two updates would lose; the error itself goes on. Every rank holds the
-        whole state, so the first one can save it without the others.
+        """Keep the steps that an error between two updates would lose; the error itself goes on. Where every rank holds
+        the whole state, the first one can save it without the others.
         """
         step = self.trainer.global_step
-        if self._updating or not self._unsaved or not step:
+        if self._sharded or self._updating or not self._unsaved or not step:
             return
         try:
             self.save_checkpoint()
@@ -322,21 +317,28 @@ class Run:
 
     # ---- checkpoints ----
 
+    @property
+    def _sharded(self) -> bool:
+        """Whether no rank holds all of the optimizers' states."""
+        return self.trainer.args.zero_stage > 0 and self.ranks.size > 1
+
     def save_checkpoint(self) -> Path:
         """Write checkpoint-N of the finished steps, and delete the oldest beyond save_total_limit. The first rank
         writes; what it writes does not depend on how many there are.
         """
         trainer = self.trainer
         folder = checkpoint.checkpoint_folder(self.folder, trainer.global_step)
-        if self.ranks.is_first:
-            self._write_checkpoint(folder)
+        if self.ranks.is_first or self._sharded:
+            arrays, values = trainer.method_state()
+            arrays = state_arrays(trainer.models, arrays)  # with ZeRO-1 it is gathered from all ranks
+            if self.ranks.is_first:
+                self._write_checkpoint(folder, arrays, values)
         self.saved_step, self._unsaved = trainer.global_step, False
         trainer.call("on_save", folder)
         return folder
 
-    def _write_checkpoint(self, folder: Path) -> None:
+    def _write_checkpoint(self, folder: Path, arrays: dict, values: dict) -> None:
         trainer = self.trainer
-        arrays, values = trainer.method_state()
         state = {
             "global_step": trainer.global_step,
             "num_tokens": trainer.num_tokens,
@@ -351,7 +353,7 @@ class Run:
             folder,
             trainer.model,
             trainer.tokenizer,
-            state_arrays(trainer.models, arrays),
+            arrays,
             state,
             others={name: trained.model for name, trained in trainer.models.items() if name != POLICY},
         )

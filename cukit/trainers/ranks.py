@@ -10,17 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
 from ..models.store import PIECES, Store
 from ..parallel.group import Group, RankLost
 from ..parallel.world import world
+from ..runs.progress import Progress
 from ..runs.signals import RunStopped
-
-if TYPE_CHECKING:
-    from .state import TrainedModel
+from .zero import ShardedAdamW
 
 T = TypeVar("T")
 Sums = dict[str, Any]
@@ -109,9 +108,7 @@ class Ranks:
         """The sums of work() over the ranks; of names max/… the largest."""
         return merged(self.each(work, what))
 
-    def total(
-        self, work: Callable[[], tuple[Sums, bool]], models: dict[str, TrainedModel], fast: bool
-    ) -> tuple[Sums, bool]:
+    def total(self, work: Callable[[], tuple[Sums, bool]], models: dict[str, Any], fast: bool) -> tuple[Sums, bool]:
         """(sums, was there a gradient) of an optimizer batch of which work() does this rank's passes; afterwards every
         rank holds the gradients of the whole batch.
         """
@@ -125,14 +122,15 @@ class Ranks:
         found = self.each(passes, "training")
         for name, one in models.items():
             reached = np.any([flags[name] for _, _, flags in found], axis=0)
-            self.add_gradients(one.model.trained_store, reached, fast)
+            sharded = isinstance(one.optimizer, ShardedAdamW)
+            self.add_gradients(one.model.trained_store, reached, fast, sharded)
         return merged([sums for sums, _, _ in found]), any(has for _, has, _ in found)
 
-    def add_gradients(self, store: Store, reached: np.ndarray, fast: bool = False) -> None:
+    def add_gradients(self, store: Store, reached: np.ndarray, fast: bool = False, sharded: bool = False) -> None:
         """Add the ranks' gradients up, a bucket at a time, the one that a backward pass completes first at first.
 
-        reached: for each parameter whether any rank has a gradient. A bucket's sum can begin as soon as the last pass
-        has left it: autograd would say so (a hook, which is not there yet); here all passes are over.
+        reached: for each parameter whether any rank has a gradient. sharded: each rank needs its share alone. A
+        bucket's sum could begin as soon as the last pass has left it; here all passes are over.
         """
         for parameter, wanted in zip(store.parameters, reached, strict=True):
             if wanted:
@@ -140,16 +138,27 @@ class Ranks:
         group = self.group.on(store.backend)
         for bucket in reversed(store.buckets):
             if any(wanted and parameter.slot.bucket is bucket for parameter, wanted in zip(store.parameters, reached)):
-                group.all_reduce(bucket.grad, "gradients", fast)
+                if sharded:
+                    group.reduce_scatter(bucket.grad, "gradients")
+                else:
+                    group.all_reduce(bucket.grad, "gradients", fast)
 
     # ---- the run ----
 
-    def begin(self, facts: dict, models: dict[str, TrainedModel], timeout: float, advice: str) -> None:
-        """ValueError in one line unless all ranks are about to do the same with the same weights."""
+    def begin(self, trainer: Any, advice: str) -> None:
+        """ValueError in one line unless all ranks are about to do the same with the same weights. advice: the end of
+        what is said of a rank that is lost.
+        """
         if self.size == 1:
             return
-        self.watch.timeout, self.watch.advice = timeout, advice
-        facts = facts | {f"weights of {name}": _sum_of_weights(one.model) for name, one in models.items()}
+        self.watch.timeout, self.watch.advice = trainer.args.ddp_timeout, advice
+        facts = {name: value for name, value in trainer.run_config().items() if name != "output_dir"}
+        facts |= {"device": trainer.model.backend.name, "rows": len(trainer.train_rows)}
+        self.compare(facts | {f"weights of {name}": _sum_of_weights(one.model) for name, one in trainer.models.items()})
+        self.group.on(trainer.model.backend)  # what GPUs need for it is missed here, and not after the first rollout
+
+    def compare(self, facts: dict) -> None:
+        """ValueError in one line if a fact differs between ranks."""
         everyone = self.group.gather_values(facts, "start of the run")
         for rank, other in enumerate(everyone):
             for name, value in everyone[0].items():
@@ -158,8 +167,13 @@ class Ranks:
                         f"the ranks differ in {name}: {value!r} on rank 0, {other.get(name)!r} on rank {rank}; give "
                         "each the same model, data, options and kind of device"
                     )
-        for one in models.values():
-            self.group.on(one.model.backend)  # what GPUs need for it is missed here, and not after the first rollout
+
+    def progress(self, total_steps: int, label: str, start_step: int) -> Progress:
+        """The display of a run: plain lines of the first rank, since mpirun shows each process a terminal, whatever
+        there is.
+        """
+        live = False if self.size > 1 else None
+        return Progress(total_steps, label, start_step, live, silent=not self.is_first)
 
     def end(self, error: BaseException | None) -> None:
         """At the end of a run: no rank goes on before the first one has written everything."""

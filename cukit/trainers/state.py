@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -19,6 +21,8 @@ from ..models.value_head import ValueHead
 from ..models.weights import load_model
 from ..optim import AdamW
 from ..options import say_once
+from .ranks import Ranks
+from .zero import ShardedAdamW
 
 logger = logging.getLogger(__name__)
 POLICY, METHOD = "policy", "method."
@@ -37,12 +41,15 @@ class TrainedModel:
         return args.learning_rate if self.learning_rate is None else self.learning_rate
 
 
-def make_optimizer(model: Decoder | ValueHead, args) -> AdamW:
+def make_optimizer(model: Decoder | ValueHead, args, ranks: Ranks | None = None) -> AdamW:
     """The AdamW of a model, or of its adapter, as the options say."""
+    kind: Any = AdamW
+    if args.zero_stage and ranks is not None and ranks.size > 1:
+        kind = partial(ShardedAdamW, group=ranks.group.on(model.store.backend), host=ranks.group)
     on_host = model.store.backend.name == "cpu"
     if args.offload_optimizer and on_host:
         say_once(logger, "offload_optimizer changes nothing on a CPU, where all memory is the host's")
-    return AdamW(
+    return kind(
         model.trained_store,
         args.learning_rate,
         (args.adam_beta1, args.adam_beta2),

@@ -37,6 +37,7 @@ SHARED = dict(
     gradient_checkpointing=False,
     max_tokens_per_batch=64,
     save_steps=0,
+    adam_epsilon=1e-4,  # above rounding, so that Adam does not make it as large as the learning rate
 )
 COLUMNS = ("advantages", "weights", "logprobs", "ref_logprobs", "values", "returns", "chosen", "ids")
 DRAWN = dict(max_completion_length=6, temperature=1.0)

@@ -8,10 +8,9 @@ import pytest
 from cukit.parallel.group import Group, RankLost
 from cukit.runs.signals import RunStopped
 from cukit.trainers import ranks as ranks_module
-from cukit.trainers.ranks import Ranks, merged
+from cukit.trainers.ranks import Ranks, _sum_of_weights, merged
 from cukit.trainers.rollout import Samples
 from cukit.trainers.shared_rollouts import joined
-from cukit.trainers.state import TrainedModel
 
 from . import run_trainer
 from .threads import on_ranks
@@ -79,22 +78,15 @@ def test_alone_a_rank_asks_no_other():
     assert on_ranks(2, work) == [([False, True], True, 7)] * 2
 
 
-def test_ranks_that_differ_are_told():
+def test_ranks_that_differ_are_told(tmp_path):
     def work(group):
-        ranks, facts = Ranks(group), {"rows": 5 if group.rank < 2 else 6}
         with pytest.raises(ValueError, match="the ranks differ in rows: 5 on rank 0, 6 on rank 2; give each the same"):
-            ranks.begin(facts, {}, 9, "")
-        trained = {"policy": _trained(int(group.rank == 1))}
-        with pytest.raises(ValueError, match="the ranks differ in weights of policy"):
-            ranks.begin({}, trained, 9, "")
-        ranks.begin({}, {"policy": _trained(0)}, 9, "; advice")
-        return ranks.watch.timeout, ranks.watch.advice
+            Ranks(group).compare({"rows": 5 if group.rank < 2 else 6})
+        Ranks(group).compare({"rows": 5})
+        return _sum_of_weights(run_trainer.model(seed=int(group.rank == 1)))
 
-    assert on_ranks(3, work) == [(9, "; advice")] * 3
-
-
-def _trained(seed):
-    return TrainedModel("policy", run_trainer.model(seed=seed))
+    first, second, third = on_ranks(3, work)
+    assert first == third != second
 
 
 def samples(groups, **more):
