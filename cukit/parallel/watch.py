@@ -26,7 +26,7 @@ import psutil
 from .group import RankLost
 
 TICK, BEAT = 0.1, 1.0  # seconds between two looks at the processes of this host, and between two at the files
-SILENT = 30.0  # seconds without a beat after which a rank counts as lost
+SILENT = 30.0  # seconds without a beat after which a rank counts as lost, unless its process is seen to run
 GRACE = 15.0  # seconds that the main thread has to end by itself, once a rank is lost
 SAVING = 300.0  # seconds that the first rank has to save, once an error has ended a run
 RECORD = 2048  # bytes of a file
@@ -85,6 +85,7 @@ class Watch:
         self._what: str | None = None  # its name, while this rank waits in it
         self._ended: str | None = None  # why this rank enters no further collective
         self._left = False  # the process is about to end
+        self._busy = True  # a library may keep this process's threads waiting for long: silence says nothing
         self._beat = 0
         self._taken = False  # the main thread knows of the loss
         self._runs = 0  # runs of which this rank has written everything
@@ -117,7 +118,8 @@ class Watch:
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
         """Around a wait for all ranks."""
-        self._number, self._what, self._since, self._ended = self._number + 1, what, time.monotonic(), None
+        self._number, self._what, self._since = self._number + 1, what, time.monotonic()
+        self._ended, self._busy = None, False
         yield
         self._what = None
 
@@ -128,6 +130,11 @@ class Watch:
         if self.lost is not None:
             self._taken = True
             raise RankLost(self.lost)
+
+    def busy(self) -> None:
+        """Tell the others that no beat may come until the next collective: a large file is read."""
+        self._busy = True
+        self._write()
 
     def end(self, reason: str = "") -> None:
         """Tell the others that this rank enters no further collective. The first reason that is given stays."""
@@ -198,9 +205,11 @@ class Watch:
             if peer.record.get("ended"):
                 if self._misses(peer):
                     self._lose(f"{peer.name} has ended: {peer.record['ended']}")
-            elif now - peer.heard > SILENT:
-                why = "its process is stopped (SIGSTOP)" if peer.stopped else "it hangs, or its host is gone"
-                self._lose(f"{peer.name} has not been heard of for {now - peer.heard:.0f} s, {peer.place()}: {why}")
+            elif now - peer.heard > SILENT and (peer.process is None or peer.stopped):
+                # a process of this host that runs is busy; one of another host may have said that it would be
+                if peer.stopped or not peer.record.get("busy"):
+                    why = "its process is stopped (SIGSTOP)" if peer.stopped else "it hangs, or its host is gone"
+                    self._lose(f"{peer.name} has not been heard of for {now - peer.heard:.0f} s, {peer.place()}: {why}")
 
     def _misses(self, peer: Peer) -> bool:
         """Whether this rank waits in a collective that a rank which has ended did not enter."""
@@ -230,7 +239,7 @@ class Watch:
     def _write(self) -> None:
         self._beat += 1
         record = {"beat": self._beat, "number": self._number, "what": self._what, "ended": self._ended}
-        record |= {"runs": self._runs, "left": self._left}
+        record |= {"runs": self._runs, "left": self._left, "busy": self._busy}
         if self.folder is not None:
             with suppress(OSError):  # a rank that cannot write counts as lost, but does not fail by this
                 descriptor = os.open(self.folder / f"rank-{self.rank}", os.O_WRONLY | os.O_CREAT, 0o600)

@@ -96,6 +96,7 @@ class Run:
             trained.optimizer = make_optimizer(trained.model, trainer.args, self.ranks)
         trainer.evaluation_due = trainer.args.eval_on_start
         if source:
+            self.ranks.busy()
             self.ranks.each(lambda: self._resume(source), "resuming")
         if goes_on:
             self.saved_step = self._resume_step = trainer.global_step

@@ -168,6 +168,11 @@ class Ranks:
                         "each the same model, data, options and kind of device"
                     )
 
+    def busy(self) -> None:
+        """Before what keeps all threads of a process waiting: a large file that is read. Until the next collective."""
+        if self.size > 1:
+            self.watch.busy()
+
     def progress(self, total_steps: int, label: str, start_step: int) -> Progress:
         """The display of a run: plain lines of the first rank, since mpirun shows each process a terminal, whatever
         there is.
@@ -199,7 +204,7 @@ def _reached(store: Store) -> list[bool]:
     return [parameter.grad is not None for parameter in store.parameters]
 
 
-def _sum_of_weights(model: Any) -> float:
-    """A number that differs where weights do."""
+def _sum_of_weights(model: Any) -> str:
+    """A number (every bit of it, NaN too) that differs where weights do."""
     be, store = model.backend, model.trained_store
-    return float(be.sum_in_order(be.sums_of_squares([bucket.data for bucket in store.buckets], PIECES)))
+    return be.sum_in_order(be.sums_of_squares([bucket.data for bucket in store.buckets], PIECES)).hex()

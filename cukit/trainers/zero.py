@@ -46,10 +46,10 @@ class _Whole:
 
 
 class ShardedAdamW(AdamW):
-    """AdamW of which each rank holds a share; step(), state_dict() and load_state_dict() are collective.
+    """AdamW of which each rank holds a share. step() and state_dict() are collective: every rank calls them.
 
-    group: of the ranks, for arrays of the store's device; host: for arrays of the host. Before step(), the first
-    dimension of each bucket's gradient holds the sum over the ranks in this rank's share (reduce_scatter).
+    group: of the ranks, for arrays of the store's device; host: for arrays of the host. Before step(), each bucket's
+    gradient holds the sum over the ranks in this rank's share (reduce_scatter).
     """
 
     def __init__(self, store: Any, *settings: Any, group: Group, host: Group, **more: Any):

@@ -16,7 +16,7 @@ import numpy as np
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT)]
 
-from cukit import GRPOConfig, GRPOTrainer, PPOConfig, PPOTrainer, SFTConfig, SFTTrainer  # noqa: E402
+from cukit import Environment, GRPOConfig, GRPOTrainer, PPOConfig, PPOTrainer, SFTConfig, SFTTrainer  # noqa: E402
 from cukit.backend import backend_for  # noqa: E402
 from cukit.models.config import ModelConfig  # noqa: E402
 from cukit.models.decoder import Decoder  # noqa: E402
@@ -66,7 +66,17 @@ def share_of_ones(completions, log_metric=None, log_extra=None, **_):
     texts = [one[0]["content"] if isinstance(one, list) else one for one in completions]
     if log_extra is not None:
         log_extra("ones", [text.count("1") for text in texts])
+        log_metric("three", 3)
     return [text.count("1") / max(len(text), 1) + 0.1 * (text[:1] == "2") for text in texts]
+
+
+class TwoTurns(Environment):
+    def reset(self, **columns):
+        self.reward = 0.0
+
+    def respond(self, conversation):
+        self.reward += len(conversation[-1]["content"]) % 3
+        return None if len(conversation) > 3 else [{"role": "user", "content": "7"}]
 
 
 def make_trainer(method, dtype="float64", device="cpu", **options):
@@ -80,8 +90,10 @@ def make_trainer(method, dtype="float64", device="cpu", **options):
     if method == "ppo":
         args = PPOConfig(**SHARED | DRAWN | {"per_device_train_batch_size": 12, "num_ppo_epochs": 2} | options)
         return PPOTrainer(model(dtype, device=device), share_of_ones, args, PROMPTS, PROMPTS[:5], tokenizer())
+    factory = TwoTurns if options.pop("plays", False) else None
     args = GRPOConfig(**SHARED | DRAWN | {"per_device_train_batch_size": 24, "num_generations": 4} | options)
-    return GRPOTrainer(model(dtype, device=device), share_of_ones, args, PROMPTS, PROMPTS[:5], tokenizer())
+    return GRPOTrainer(model(dtype, device=device), share_of_ones, args, PROMPTS, PROMPTS[:5], tokenizer(),
+                       environment_factory=factory)  # fmt: skip
 
 
 class Recorder:

@@ -32,6 +32,7 @@ CASES = {
     "grpo lora": dict(method="grpo", use_peft=True, lora_r=4, lora_alpha=8, beta=0.1),
     "grpo curriculum": dict(method="grpo", dynamic_sampling=True, max_num_gen_batches=3, curriculum="both",
                             curriculum_patience=1, per_device_train_batch_size=12, num_generations=2),
+    "grpo turns": dict(method="grpo", plays=True, max_completion_length=20),
     "grpo sampled evaluation": dict(method="grpo", num_generations_eval=2, max_steps=1,
                                     advantage_estimator="reinforce_plus_plus"),
     "ppo": dict(method="ppo", num_mini_batches=2, kl_coef=0.1, whiten_rewards=True, normalize_rewards=True,
@@ -118,7 +119,9 @@ def test_the_run_folder_is_one_runs(case, one, several):
         close(row, other, case)
     if (alone / "completions.jsonl").exists() and "float32" not in case:
         ours, theirs = (read_jsonl(folder / "completions.jsonl") for folder in (shared, alone))
-        assert [row["completion"] for row in ours] == [row["completion"] for row in theirs]
+        for row, other in zip(ours, theirs, strict=True):
+            close(row, other, case)
+            assert (row["completion"], row["ones"]) == (other["completion"], other["ones"])
 
 
 def close(ours, theirs, case):

@@ -1,6 +1,7 @@
 """What a trainer shares out among ranks, with threads as ranks: no MPI is needed."""
 
-from threading import get_ident
+import pickle
+from threading import Lock, get_ident
 
 import numpy as np
 import pytest
@@ -8,9 +9,10 @@ import pytest
 from cukit.parallel.group import Group, RankLost
 from cukit.runs.signals import RunStopped
 from cukit.trainers import ranks as ranks_module
+from cukit.trainers.environment import Environment, Made, ToolEnvironment
 from cukit.trainers.ranks import Ranks, _sum_of_weights, merged
 from cukit.trainers.rollout import Samples
-from cukit.trainers.shared_rollouts import joined
+from cukit.trainers.shared_rollouts import _counts, joined
 
 from . import run_trainer
 from .threads import on_ranks
@@ -102,6 +104,17 @@ def test_completions_of_ranks_are_joined_in_order():
     assert both.groups.tolist() == [0, 0, 1, 2] and len(both) == 4
     assert both.recorded == {"a": [1, 2, 3, None], "b": [None, None, None, "x"]}
     assert both.lengths.tolist() == [*first.lengths, *second.lengths] and both.masks is None
+
+
+def test_environments_stay_and_their_counts_travel():
+    """Live objects need not be such that they can be sent."""
+    own = ToolEnvironment([])
+    own.num_calls, own.num_failed_calls, own.lock = 5, 2, Lock()
+    made = [Made(own, own), Made(Environment(), object())]
+    sent = pickle.loads(pickle.dumps(_counts(made)))
+    assert isinstance(sent[0].responder, ToolEnvironment) and not isinstance(sent[1].responder, ToolEnvironment)
+    assert (sent[0].responder.num_calls, sent[0].responder.num_failed_calls) == (5, 2)
+    assert _counts(None) is None
 
 
 @pytest.mark.parametrize("method", ["sft", "reward", "grpo", "ppo"])

@@ -14,7 +14,7 @@ class ThreadGroup(RankedGroup):
     def __init__(self, rank, size, barrier, table):
         self.rank = self.local_rank = rank
         self.size, self._barrier, self._table = size, barrier, table
-        self.watch = SimpleNamespace(timeout=0.0, advice="", end_run=lambda error, is_first: None)
+        self.watch = SimpleNamespace(timeout=0.0, advice="", end_run=lambda error, is_first: None, busy=lambda: None)
 
     def barrier(self, what="barrier"):
         self._barrier.wait()
