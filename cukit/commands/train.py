@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ..options import Options, option
+from ..parallel.config import launched_rank
 from ..parallel.world import world
 from ..trainers.config import SFTConfig, TrainerConfig
 from ..trainers.grpo_config import GRPOConfig
@@ -60,13 +61,15 @@ def reward(values: dict[str, Any]) -> int:
 def _train(values: dict[str, Any], args: TrainerConfig, trainer_class: Any, **more: Any) -> int:
     from ..datasets.sources import load_rows
 
-    if args.num_processes > 1:
-        world()  # before anything of CUDA
     files = make(TrainFiles, values)
     read = {name: value for name in ("model", "data", "eval_data") if (value := getattr(files, name))}
     if files.dry_run:
-        show_training(trainer_class, args, read)
+        if launched_rank() == 0:
+            show_training(trainer_class, args, read)
         return 0
+
+    if args.num_processes > 1:
+        world()  # before anything of CUDA
 
     class CommandLineTrainer(trainer_class):
         def run_config(self) -> dict[str, Any]:

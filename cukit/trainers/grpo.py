@@ -90,7 +90,6 @@ class GRPOTrainer(PolicyTrainer):
             ]
 
         parts = [part for one in self.ranks.each(entropies, "entropies") for part in one]
-        parts.sort(key=lambda part: part[0])  # in the order of the rows, whichever rank had them
         if not parts:
             return 0
         values = [entropy for *_, entropy in parts]

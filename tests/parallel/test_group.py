@@ -5,6 +5,7 @@ import sys
 import numpy as np
 import pytest
 
+from cukit import GRPOConfig, PPOConfig
 from cukit.parallel import group as group_module
 from cukit.parallel import world as world_module
 from cukit.parallel.config import ParallelOptions, launched_rank, local_rank, num_processes
@@ -140,6 +141,29 @@ def test_the_options_ranges():
     assert (ParallelOptions().fast_reduction, ParallelOptions().ddp_timeout) == (False, 1800)
     with pytest.raises(ValueError, match="ddp_timeout must be at least 1, got 0"):
         ParallelOptions(ddp_timeout=0)
+
+
+def test_the_size_of_a_batch_is_that_of_all_ranks(monkeypatch):
+    """TRL's meaning: per_device_train_batch_size is a process's, generation_batch_size is everyone's."""
+    given = dict(per_device_train_batch_size=4, num_generations=8)
+    with pytest.raises(
+        ValueError, match="generation batch of 4 completions .* must be a multiple of num_generations=8"
+    ):
+        GRPOConfig(**given)
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    config = GRPOConfig(**given, steps_per_generation=2)
+    assert (config.num_processes, config.generation_size, config.prompts_a_generation, config.num_slices) == (
+        2,
+        16,
+        2,
+        2,
+    )
+    assert GRPOConfig(**given, generation_batch_size=32).num_slices == 4
+    wanted = "generation_batch_size=12 must be a multiple of per_device_train_batch_size=4 . 2 processes; 12 % 8 = 4"
+    with pytest.raises(ValueError, match=wanted):
+        GRPOConfig(**given, generation_batch_size=12)
+    ppo = PPOConfig(per_device_train_batch_size=4, num_mini_batches=3)
+    assert (ppo.generation_size, ppo.num_slices) == (24, 3)
 
 
 # ---- MPI itself ----
