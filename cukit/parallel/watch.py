@@ -12,6 +12,7 @@ import json
 import os
 import shutil
 import socket
+import sys
 import tempfile
 import threading
 import time
@@ -161,6 +162,9 @@ class Watch:
         self.end()
         if self.lost is not None:
             time.sleep(5 * TICK)  # mpirun ends the others at once, and a rank that failed may be saying why
+            for stream in (sys.stdout, sys.stderr):
+                with suppress(OSError, ValueError, AttributeError):
+                    stream.flush()
             _exit()
         if self.folder is not None and all(_read(self.folder, peer.rank).get("left") for peer in self.peers):
             shutil.rmtree(self.folder, ignore_errors=True)
