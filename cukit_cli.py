@@ -186,7 +186,7 @@ COMMANDS = {
         "a whole step of GRPO on random tokens, phase by phase",
         (GRPOBench,),
         examples=(
-            "cukit bench grpo --model qwen3-0.6b --gradient_checkpointing false",
+            "cukit bench grpo --model qwen3-0.6b --gradient_checkpointing auto",
             "cukit bench grpo --prompts 16 --gpu_memory_utilization 0.4",
         ),
     ),

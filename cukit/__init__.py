@@ -11,6 +11,7 @@ __version__ = "0.1.0"
 
 _PUBLIC_NAMES = {
     "LLM": "cukit.engine.llm",
+    "LoRARequest": "cukit.engine.calls",
     "EngineConfig": "cukit.engine.config",
     "SamplingParams": "cukit.engine.config",
     "GRPOConfig": "cukit.trainers.grpo_config",

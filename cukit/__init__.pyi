@@ -1,4 +1,5 @@
 from .autograd import Tensor as Tensor
+from .engine.calls import LoRARequest as LoRARequest
 from .engine.config import EngineConfig as EngineConfig
 from .engine.config import SamplingParams as SamplingParams
 from .engine.llm import LLM as LLM

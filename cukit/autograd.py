@@ -7,6 +7,7 @@ straight into Parameter.grad, in float32, so that micro-batches accumulate there
 """
 
 import threading
+from collections import Counter
 from contextlib import contextmanager
 from itertools import count
 from typing import TYPE_CHECKING, Any
@@ -17,9 +18,13 @@ _age = count()
 
 
 class _Tape(threading.local):
-    """Whether ops are recorded, for each thread apart: an engine may step in one while another trains."""
+    """Whether ops are recorded, and whether what is cheap to make again is kept, for each thread apart: an engine may
+    step in one while another trains.
+    """
 
     on = True
+    remakes = False
+    when_done = None  # what the next backward pass tells of parameters
 
 
 _tape = _Tape()
@@ -28,13 +33,14 @@ _tape = _Tape()
 class Tensor:
     """An array on some device, and its place in the graph. Its operators (+, *, …) are in cukit.ops.elementwise."""
 
-    __slots__ = ("_index", "_node", "data", "grad", "requires_grad")
+    __slots__ = ("_index", "_node", "_saved", "data", "grad", "requires_grad")
 
     def __init__(self, data, requires_grad=False):
         self.data = data
         self.requires_grad = requires_grad
         self.grad = None  # filled by backward() for leaves: tensors that no op made
         self._node, self._index = None, 0
+        self._saved = None  # Remade, if the op that made this gives the array again
 
     @property
     def shape(self):
@@ -47,6 +53,11 @@ class Tensor:
     @property
     def backend(self):
         return backend_of(self.data)
+
+    @property
+    def saved(self) -> "Kept | Remade":
+        """What a rule holds on to in order to have this array in the backward pass."""
+        return Kept(self.data) if self._saved is None else self._saved
 
     if TYPE_CHECKING:  # cukit.ops.elementwise gives these, with a Tensor, an array or a number on the other side
 
@@ -126,6 +137,54 @@ class Parameter(Tensor):
         self.grad = None
 
 
+class Kept:
+    """An array that stays in memory until the backward pass."""
+
+    __slots__ = ("_array",)
+
+    def __init__(self, array):
+        self._array = array
+
+    def array(self):
+        return self._array
+
+    def use(self, function):
+        """Call function(array)."""
+        function(self._array)
+
+
+class Remade:
+    """An array that is not kept: the op that made it makes it again in the backward pass, from what its rule has.
+
+    array() does so by work of its own. A rule that needs the array only for a weight's gradient says use(function)
+    instead: the call waits until the rule of the op that made the array runs, which then says give(array). That rule
+    reads anyway what the array is made from. It is older, so its turn comes later; and it comes, because a rule that
+    says use() gives the array's gradient.
+    """
+
+    __slots__ = ("_make", "_waiting")
+
+    def __init__(self, make):
+        self._make, self._waiting = make, []
+
+    def array(self):
+        return self._make()
+
+    def use(self, function):
+        """Call function(array) as soon as the array is there again."""
+        self._waiting.append(function)
+
+    @property
+    def wanted(self) -> bool:
+        """Whether a call waits."""
+        return bool(self._waiting)
+
+    def give(self, array):
+        """Make the calls that wait."""
+        while self._waiting:
+            self._waiting.pop(0)(array)
+
+
 class _Node:
     """One op that ran: where its inputs came from, and the rule from output gradients to input gradients.
 
@@ -146,12 +205,13 @@ def _source(x):
     return x if x._node is None else (x._node, x._index)
 
 
-def record(data, inputs, rule):
+def record(data, inputs, rule, remade=()):
     """The output Tensor of an op (a tuple of Tensors if `data` is a tuple of arrays).
 
     inputs: Tensors or None. rule(dy, …), one array (or None) an output, returns one gradient (or None) an input; it is
     kept only if the tape is on and an input requires a gradient. A rule must not close over a Tensor of which it needs
-    no array.
+    no array. remade: a Remade for each output, from the first on, that need not be kept inside remaking(True); the rule
+    gives what is wanted of them.
     """
     arrays = data if isinstance(data, tuple) else (data,)
     outputs = tuple(Tensor(array) for array in arrays)
@@ -159,7 +219,15 @@ def record(data, inputs, rule):
         node = _Node(inputs, rule, len(outputs))
         for index, out in enumerate(outputs):
             out.requires_grad, out._node, out._index = True, node, index
+        if _tape.remakes:
+            for out, one in zip(outputs, remade):
+                out._saved = one
     return outputs if isinstance(data, tuple) else outputs[0]
+
+
+def is_recording() -> bool:
+    """Whether this thread's ops are recorded now."""
+    return _tape.on
 
 
 @contextmanager
@@ -178,12 +246,32 @@ def _recording(on: bool):
         _tape.on = before
 
 
+@contextmanager
+def remaking(on: bool):
+    """Inside, this thread keeps no outputs of ops that make them again in the backward pass; each op says whether it
+    does.
+    """
+    before, _tape.remakes = _tape.remakes, on
+    try:
+        yield
+    finally:
+        _tape.remakes = before
+
+
 def backward(outputs, grads):
     """Add Σ grad · d(output)/d(leaf) to the grad of every leaf that requires one. An output with gradient None is left
     out.
 
     The graph is taken apart on the way, so that activations are freed as soon as they are used. So it serves once.
     """
+    for x in outputs:
+        if not x.requires_grad:
+            raise ValueError("backward() needs an output that depends on a parameter (was it computed under no_grad?)")
+    _run([(_source(x), dx) for x, dx in zip(outputs, grads, strict=True)])
+
+
+def _run(starts):
+    """backward() of (source, gradient or None) pairs; the outputs' arrays need not live on."""
     waiting = {}  # node -> gradient of each of its outputs
 
     def add(source, dx):
@@ -197,14 +285,13 @@ def backward(outputs, grads):
         else:
             source.grad = dx if source.grad is None else source.grad + dx
 
-    for x, dx in zip(outputs, grads, strict=True):
-        if not x.requires_grad:
-            raise ValueError("backward() needs an output that depends on a parameter (was it computed under no_grad?)")
+    for source, dx in starts:
         if dx is not None:
-            add(_source(x), dx)
+            add(source, dx)
     # A node is younger than the nodes it was made from, so from young to old every gradient is complete when its turn
     # comes.
-    pending = sorted(_reachable(outputs), key=lambda node: node.age)
+    pending = sorted(_reachable(waiting), key=lambda node: node.age)
+    ran = _telling(pending)
     while pending:
         node = pending.pop()
         grads_out = waiting.pop(node, None)
@@ -213,16 +300,46 @@ def backward(outputs, grads):
             for source, dx in zip(node.sources, rule(*grads_out), strict=True):
                 if dx is not None and source is not None:
                     add(source, dx)
+        ran(node)
         node.sources = ()
+
+
+@contextmanager
+def when_done(function):
+    """Inside, this thread's next backward pass calls function(parameter) after the last rule that names the parameter
+    among its inputs. A pass within a rule (recompute) tells nothing of its own.
+    """
+    _tape.when_done = function
+    try:
+        yield
+    finally:
+        _tape.when_done = None
+
+
+def _telling(nodes):
+    """What a backward pass calls for each node that ran."""
+    function, _tape.when_done = _tape.when_done, None
+    if function is None:
+        return lambda node: None
+    left = Counter(source for node in nodes for source in node.sources if isinstance(source, Parameter))
+
+    def ran(node):
+        for source in node.sources:
+            if isinstance(source, Parameter):
+                left[source] -= 1
+                if not left[source]:
+                    function(source)
+
+    return ran
 
 
 def _used(*_):
     raise ValueError("backward() ran twice over the same graph: compute the output again")
 
 
-def _reachable(outputs):
-    """Every node that the outputs were made from."""
-    found, stack = set(), [x._node for x in outputs if x._node is not None]
+def _reachable(nodes):
+    """These nodes and every node that they were made from."""
+    found, stack = set(), list(nodes)
     while stack:
         node = stack.pop()
         if node not in found:
@@ -231,32 +348,35 @@ def _reachable(outputs):
     return found
 
 
-def recompute(function, parameters, *inputs: Tensor, first=None):
+def recompute(function, parameters, *inputs: Tensor):
     """function(*inputs) -> tuple of Tensors, keeping only its inputs: it runs again in the backward pass.
 
     Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost" (gradient checkpointing). parameters: those that
     the function may use; they get their gradients inside the backward pass, and one that is trained is enough for the
-    call to be recorded. Other tensors that the function closes over must not require a gradient. first: a function of
-    the other inputs' arrays that gives the bits of the first input's array again; then that input is not kept either.
+    call to be recorded. Other tensors that the function closes over must not require a gradient. Inside remaking(True)
+    an input that is remade is not kept either, and the outputs are remade; when the function runs again it keeps all.
     """
     if not _tape.on:
         return function(*inputs)
     with no_grad():
         outputs = tuple(out.data for out in function(*inputs))
-    needed, kept = [x.requires_grad for x in inputs], [x.data for x in inputs]
-    if first is not None:
-        kept[0] = None
+    needed, saved = [x.requires_grad for x in inputs], [x.saved for x in inputs]
+
+    def again(recorded: bool):
+        with no_grad():
+            leaves = [Tensor(one.array(), requires_grad=need) for one, need in zip(saved, needed)]
+        with _recording(recorded), remaking(False):
+            return leaves, function(*leaves)
 
     def rule(*grads):
-        with no_grad():
-            arrays = kept if first is None else [first(*kept[1:]), *kept[1:]]
-        leaves = [Tensor(array, requires_grad=need) for array, need in zip(arrays, needed)]
-        with _recording(True):
-            again = function(*leaves)
+        leaves, made = again(recorded=True)
+        for one, out in zip(remade, made):
+            one.give(out.data)
         # an output that depends on nothing trained got its gradient only because it shares this node with others
-        pairs = [(out, grad) for out, grad in zip(again, grads, strict=True) if out.requires_grad]
-        if pairs:
-            backward(*zip(*pairs))
+        starts = [(_source(out), dx) for out, dx in zip(made, grads, strict=True) if out.requires_grad]
+        del made, out  # the outputs' arrays go when no rule needs them
+        _run(starts)
         return [*(leaf.grad for leaf in leaves), *(None for _ in parameters)]
 
-    return record(outputs, (*inputs, *parameters), rule)
+    remade = [Remade(lambda index=index: again(recorded=False)[1][index].data) for index in range(len(outputs))]
+    return record(outputs, (*inputs, *parameters), rule, remade)

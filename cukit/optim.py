@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -59,22 +58,9 @@ class _State:
         be = self.bucket.backend
         return be.to_numpy(array).astype(dtype) if self.offload else be.array(array, dtype)
 
-    @contextmanager
-    def on_device(self) -> Iterator[dict[str, Any]]:
-        """The arrays where the bucket is, to be updated in place."""
-        be, found = self.bucket.backend, self.arrays
-        if self.offload:
-            found = {name: be.empty(array.shape, array.dtype) for name, array in self.arrays.items()}
-            for name, array in self.arrays.items():
-                be.upload(found[name], array)
-        yield found
-        if self.offload:
-            for name, array in self.arrays.items():
-                be.download(array, found[name])
-
     def update(self, arrays: dict[str, Any], part: slice, *settings) -> None:
-        """One update of these elements. arrays: on_device()'s. settings: what adamw_step takes after the weights, but
-        for the offset.
+        """One update of these elements. arrays: the state's own, on the device (in_turn). settings: what adamw_step
+        takes after the weights, but for the offset.
         """
         bucket, blocks = self.bucket, slice(part.start // BLOCK, blocks_of(part.stop))
         weights, gradient = bucket.data[part], bucket.grad[part]
@@ -115,11 +101,46 @@ class _State:
             slot.view(own)[rows] = self._like(array, own.dtype)
 
 
+def in_turn(states: list[_State]) -> Iterator[dict[str, Any]]:
+    """The arrays of each state where its bucket is, to be updated in place before the next is asked for.
+
+    Of offloaded states two lie on the device: while one is updated and goes back, the next one comes. The two ways of
+    the bus run at the same time.
+    """
+    if not states or not states[0].offload:
+        yield from (state.arrays for state in states)
+        return
+    be = states[0].bucket.backend
+    up, down = be.SideCopies(), be.SideCopies()
+    under_way: list[tuple[Any, Any]] = []  # copies that their memory must outlive
+
+    def brought(state: _State) -> dict[str, Any]:
+        found = {name: be.empty(array.shape, array.dtype) for name, array in state.arrays.items()}
+        under_way.extend((up, up.upload(found[name], array)) for name, array in state.arrays.items())
+        return found
+
+    def join() -> None:
+        while under_way:
+            copies, copy = under_way.pop()
+            copies.join(copy)
+
+    try:
+        coming = brought(states[0])
+        for place, state in enumerate(states):
+            join()  # this one has come, and the one before has gone
+            found = coming  # the memory of the one before is free for the next
+            coming = brought(states[place + 1]) if place + 1 < len(states) else {}
+            yield found
+            under_way.extend((down, down.download(array, found[name])) for name, array in state.arrays.items())
+    finally:
+        join()
+
+
 class AdamW:
     """AdamW on float32 master weights (the weights themselves if they are float32 or float64), moments of that dtype
     unless state_form says less: "bfloat16" or "int8" (backend/states.py), for matrices; seed keys their rounding.
 
-    offload: the states lie in the host's memory, and a bucket's are on the device while it is updated.
+    offload: the states lie in the host's memory; two buckets' are on the device while one of them is updated.
 
     decay(parameter) says which parameters weight_decay applies to (default: matrices, not norm weights and biases). A
     parameter without a gradient stays as it is, its moments too. scales_loss: move loss_scale (default: if weights are
@@ -155,6 +176,8 @@ class AdamW:
         self.loss_scale = 2.0**16 if half else 1.0  # multiply the loss by this before backward()
         self._dynamic_scale, self._finite_in_a_row = half, 0
         self._states: dict[Bucket, _State] = {}
+        self._sums: dict[Bucket, Any] = {}  # of squares, of the layers of an update that is made layer by layer
+        self._begun = False  # a layer of it was updated
         for parameter in self.parameters:
             self._state(parameter.slot.bucket)
 
@@ -197,6 +220,38 @@ class AdamW:
         self.zero_grad()
         return norm, finite
 
+    def step_layer(self, buckets: list[Bucket], lr: float) -> None:
+        """Update these buckets of an update from their gradients, unclipped, and drop them; where they are not finite,
+        the buckets stay as they are. end_layers() ends the update. The bits are those of step() without clipping.
+        """
+        be, found = self.store.backend, [bucket for bucket in buckets if bucket.grad is not None]
+        if not found:
+            return
+        sums = be.sums_of_squares([bucket.grad for bucket in found], PIECES)
+        self._sums |= zip(found, sums)
+        if math.isfinite(be.sum_in_order(sums)):
+            self.step_count += not self._begun
+            self._begun = True
+            self._update_buckets(found, lr, 1.0)
+        for bucket in found:
+            bucket.free_grad()
+
+    def end_layers(self) -> tuple[float, bool]:
+        """End an update that step_layer() made: what step() returns. With a layer that was not finite, the norm is not,
+        and `skipped` counts the update, although other layers were updated.
+        """
+        be, updated = self.store.backend, self._begun
+        rows = [self._sums[bucket] for bucket in self.store.buckets if bucket in self._sums]
+        self._sums, self._begun = {}, False
+        if not rows:
+            return 0.0, False
+        sums = be.empty((len(rows), PIECES), rows[0].dtype)
+        for place, row in enumerate(rows):
+            sums[place] = row
+        norm = math.sqrt(be.sum_in_order(sums))
+        self.skipped += not math.isfinite(norm)
+        return norm, updated
+
     def _grad_norm(self) -> float:
         """Global L2 norm of the gradients of the unscaled loss; NaN or infinity where a gradient is not finite.
 
@@ -209,16 +264,23 @@ class AdamW:
 
     def _update(self, lr: float, grad_scale: float):
         self.step_count += 1
-        for index, bucket in enumerate(self.store.buckets):
-            if not (runs := bucket.runs(self._decays)):
-                continue
-            key, state = (self.seed + index * BUCKET_KEY) % 2**64, self._state(bucket)
-            with state.on_device() as arrays:
-                for decays, part in runs:
-                    decay = self.weight_decay if decays else 0.0
-                    settings = lr, *self.betas, self.eps, decay, self.step_count, grad_scale, key
-                    state.update(arrays, part, *settings)
-            del arrays  # before the next layer's come
+        self._update_buckets(self.store.buckets, lr, grad_scale)
+
+    def _update_buckets(self, buckets: list[Bucket], lr: float, grad_scale: float):
+        found = [(bucket, runs) for bucket in buckets if (runs := self._runs(bucket))]
+        turns = in_turn([self._state(bucket) for bucket, _ in found])
+        for bucket, runs in found:
+            arrays, index = next(turns), self.store.buckets.index(bucket)  # zip() would hold those of the turn before
+            for decays, part in runs:
+                decay, key = self.weight_decay if decays else 0.0, (self.seed + index * BUCKET_KEY) % 2**64
+                settings = lr, *self.betas, self.eps, decay, self.step_count, grad_scale, key
+                self._state(bucket).update(arrays, part, *settings)
+            del arrays
+        next(turns, None)  # what was updated last goes back
+
+    def _runs(self, bucket: Bucket) -> list[tuple[bool, slice]]:
+        """(whether they decay, elements of the bucket's state) of what this optimizer updates."""
+        return bucket.runs(self._decays)
 
     def _adapt_loss_scale(self, finite: bool):
         if not self._dynamic_scale:

@@ -42,6 +42,7 @@ class Option:
     choices: tuple[str, ...]
     group: str
     owner: str | None  # the nested field that holds it; None: the class itself
+    bools: tuple[str, str] | None = None  # the choices that false and true stand for
 
     @property
     def kind(self) -> Any:
@@ -54,10 +55,17 @@ class Option:
 
 
 def option(
-    default: Any = MISSING, help: str = "", choices: tuple[str, ...] | None = None, group: str | None = None
+    default: Any = MISSING,
+    help: str = "",
+    choices: tuple[str, ...] | None = None,
+    group: str | None = None,
+    bools: tuple[str, str] | None = None,
 ) -> Any:
-    """A field with the text, the allowed words and the group (default: its class's) that the command line shows."""
-    metadata = {"help": help, "choices": choices or (), "group": group}
+    """A field with the text, the allowed words and the group (default: its class's) that the command line shows.
+
+    bools: the choices that false and true stand for, of an option that was a truth value once or is one in TRL.
+    """
+    metadata = {"help": help, "choices": choices or (), "group": group, "bools": bools}
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata=metadata)
     return field(metadata=metadata) if default is MISSING else field(default=default, metadata=metadata)
@@ -211,7 +219,9 @@ def typed(item: Option, value: Any) -> Any:
         return value
     kind = item.kind
     try:
-        if item.choices and isinstance(value, bool):
+        if item.bools and isinstance(value, bool):
+            value = item.bools[value]
+        elif item.choices and isinstance(value, bool):
             words = (str(value).lower(), "yes" if value else "no")
             value = next((word for word in words if word in item.choices), value)
         return _typed(kind, value)
@@ -315,7 +325,7 @@ def _collect(cls: type[Options]) -> dict[str, Option]:
             made: Any = declared.default_factory
             own = declared.default if made is MISSING else made()
             group = meta["group"] or _group_of(cls, declared.name)
-            add(Option(declared.name, declared.type, own, meta["help"], meta["choices"], group, None))
+            add(Option(declared.name, declared.type, own, meta["help"], meta["choices"], group, None, meta["bools"]))
         else:
             raise TypeError(f"{cls.__name__}.{declared.name}: declare it by option(…) or nested(…)")
     return found

@@ -2,6 +2,8 @@
 //   merge_adapter: out = W + scale · B A in float, rounded once; A (rank, cols), B (rows, rank) of float. A thread does
 //                  ROWS x COLUMNS elements, each summed over the rank in ascending order. out may be W.
 //   add_in_place:  y += change, rounded once; VECTOR elements a thread.
+//   change_rows:   the same for the rows of y (rows, cols) that belong to `owner`, or those rows become change's. The
+//                  others keep their bits, whatever change holds there.
 // specialise: SCALAR=bf16,f16,f32
 // arch: sm_80 sm_89 sm_90a sm_100 sm_120
 #include "common.cuh"
@@ -48,6 +50,7 @@ merge_adapter(SCALAR* out, const SCALAR* w, const float* a, const float* b, floa
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) add_in_place(SCALAR* y, const SCALAR* change, long long size) {
+    wait_for_inputs();
     const long long first = ((long long)blockIdx.x * THREADS + threadIdx.x) * VECTOR;
     if (first >= size) return;
     if (aligned16(y) && aligned16(change) && first + VECTOR <= size) {
@@ -60,4 +63,22 @@ extern "C" __global__ void __launch_bounds__(THREADS) add_in_place(SCALAR* y, co
     }
     for (long long i = first; i < first + VECTOR && i < size; i++)
         y[i] = from_float<SCALAR>(to_float(y[i]) + to_float(change[i]));
+}
+
+// Grid (rows): a block a row. owners (rows).
+extern "C" __global__ void __launch_bounds__(THREADS)
+change_rows(SCALAR* y, const SCALAR* change, const int* owners, int owner, int instead, int cols) {
+    wait_for_inputs();
+    if (owners[blockIdx.x] != owner) return;
+    const long long row = (long long)blockIdx.x * cols;
+    const bool vectorised = cols % VECTOR == 0 && aligned16(y) && aligned16(change);
+    if (instead) return copy_row(y + row, change + row, cols, vectorised);
+    for (int i = threadIdx.x * VECTOR; i < cols; i += THREADS * VECTOR) {
+        float sum[VECTOR], other[VECTOR];
+        load_floats(sum, y + row, i, cols, vectorised);
+        load_floats(other, change + row, i, cols, vectorised);
+#pragma unroll
+        for (int j = 0; j < VECTOR; j++) sum[j] += other[j];
+        store_floats(y + row, sum, i, cols, vectorised);
+    }
 }

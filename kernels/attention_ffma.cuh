@@ -14,10 +14,10 @@ constexpr int FORWARD_SHARED = 0, QUERY_GRADIENT_SHARED = 0, KEY_GRADIENT_SHARED
 constexpr int SHARE = (HEAD_DIM + WARP - 1) / WARP;
 
 // This lane's share of a row, zeros past its end (or where the row is null).
-__device__ __forceinline__ void load_share(float (&x)[SHARE], const float* row) {
+template <class T> __device__ __forceinline__ void load_share(float (&x)[SHARE], const T* row) {
 #pragma unroll
     for (int i = 0; i < SHARE; ++i)
-        x[i] = row != nullptr && lane() + i * WARP < HEAD_DIM ? row[lane() + i * WARP] : 0.f;
+        x[i] = row != nullptr && lane() + i * WARP < HEAD_DIM ? to_float(row[lane() + i * WARP]) : 0.f;
 }
 
 __device__ __forceinline__ void store_share(float* row, const float (&x)[SHARE], float factor) {
@@ -56,13 +56,14 @@ __device__ __forceinline__ void attend_row(float (&out)[SHARE], float& maximum, 
         const int key = tile + lane();
         float score = -INFINITY;
         if (key < end) {
-            const float* k = keys.row(key);
+            const auto* k = keys.row(key);
             float sums[4] = {0.f, 0.f, 0.f, 0.f};
 #pragma unroll 4
             for (int d = 0; d < HEAD_DIM; d += 4) {
-                const Vec<float, 4> x = load_vec<4>(q + d), y = load_vec<4>(k + d);
+                const Vec<float, 4> x = load_vec<4>(q + d);
+                const auto y = load_vec<4>(k + d);
 #pragma unroll
-                for (int i = 0; i < 4; ++i) sums[i] = __fmaf_rn(x[i], y[i], sums[i]);
+                for (int i = 0; i < 4; ++i) sums[i] = __fmaf_rn(x[i], to_float(y[i]), sums[i]);
             }
             score = __fmul_rn((sums[0] + sums[1]) + (sums[2] + sums[3]), scale);
         }
@@ -108,9 +109,9 @@ __device__ __forceinline__ void attend_queries(float* o, int o_stride, float* ls
 }
 
 // As in attention_mma.cuh: the query rows q + r * HEAD_DIM, r < count, over keys first ... end - 1 of one chunk.
+template <class Rows>
 __device__ __forceinline__ void attend_chunk(float* out, float2* stats, long long stride, const float* q, int count,
-                                             const PagedRows& keys, const PagedRows& values, int first, int end,
-                                             float scale) {
+                                             const Rows& keys, const Rows& values, int first, int end, float scale) {
     for (int r = 0; r < count; ++r) {
         float row[SHARE], maximum, total;
         attend_row(row, maximum, total, q + r * HEAD_DIM, keys, values, first, end, scale);

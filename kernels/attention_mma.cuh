@@ -184,8 +184,9 @@ __device__ __forceinline__ void attend_queries(SCALAR* o, int o_stride, float* l
         const int first_key = tile * KEY_TILE;
         if constexpr (Keys::PAGED) {
             const int* known = slots + tile % 2 * KEY_TILE;
-            copy_block_pair<KEY_TILE>(stage, SlotRows{keys.base, known, first_key, keys.stride},
-                                      SlotRows{values.base, known, first_key, values.stride}, first_key, block_end);
+            using Slots = SlotRows<typename Keys::Element>;
+            copy_block_pair<KEY_TILE>(stage, Slots{keys.base, known, first_key, keys.stride},
+                                      Slots{values.base, known, first_key, values.stride}, first_key, block_end);
         } else {
             copy_block_pair<KEY_TILE>(stage, keys, values, first_key, block_end);
         }
@@ -266,8 +267,9 @@ struct RowFragments {
 
 // The query rows q + r * HEAD_DIM, r < count <= 16, over keys first ... end - 1 of one chunk. Unnormalised results in
 // float32 to out + r * HEAD_DIM * stride, maximum and sum to stats + r * stride.
+template <class Rows>
 __device__ __forceinline__ void attend_chunk(float* out, float2* stats, long long stride, const SCALAR* q, int count,
-                                             const PagedRows& key_rows, const PagedRows& value_rows, int first, int end,
+                                             const Rows& key_rows, const Rows& value_rows, int first, int end,
                                              float scale) {
     __shared__ __align__(16) SCALAR key_tile[WarpTiles::SIZE<KEY_TILE>], value_tile[WarpTiles::SIZE<KEY_TILE>];
     __shared__ int slots[CHUNK_KEYS];
@@ -275,8 +277,9 @@ __device__ __forceinline__ void attend_chunk(float* out, float2* stats, long lon
     WarpTiles::clear_padding<CHUNK_THREADS>(key_tile, KEY_TILE);
     WarpTiles::clear_padding<CHUNK_THREADS>(value_tile, KEY_TILE);
     __syncwarp();
-    const SlotRows keys{key_rows.base, slots, first, key_rows.stride};
-    const SlotRows values{value_rows.base, slots, first, value_rows.stride};
+    using Slots = SlotRows<typename Rows::Element>;
+    const Slots keys{key_rows.base, slots, first, key_rows.stride};
+    const Slots values{value_rows.base, slots, first, value_rows.stride};
 
     RowFragments queries;
     int rows[2] = {lane() / 4, lane() / 4 + 8};
@@ -286,7 +289,7 @@ __device__ __forceinline__ void attend_chunk(float* out, float2* stats, long lon
     Chunk chunk;
     chunk.clear();
 
-    auto fetch = [&](SCALAR* tile, const SlotRows& source, int first_key) {
+    auto fetch = [&](SCALAR* tile, const Slots& source, int first_key) {
         if (first_key < end) copy_rows<WarpTiles, KEY_TILE, CHUNK_THREADS, 8>(tile, source, first_key, end);
         copies_commit();
     };

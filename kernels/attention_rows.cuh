@@ -42,16 +42,19 @@ __device__ inline Piece find_piece(const int* cu_seqlens, int num_seqs, int tota
 
 // Rows of one head in a packed array: row i at base + i * stride.
 struct PackedRows {
+    using Element = SCALAR;
     static constexpr bool PAGED = false;
     const SCALAR* base;
     int stride;
     __device__ __forceinline__ const SCALAR* row(int i) const { return base + (long long)i * stride; }
 };
 
-// Rows of one kv head in a paged cache (num_blocks, block_size, K, D): base is cache + head * D, stride K * D.
-struct PagedRows {
+// Rows of one kv head in a paged cache (num_blocks, block_size, K, D): base is cache + head * D, stride K * D. T: what
+// the cache holds, SCALAR or E4m3.
+template <class T> struct PagedRows {
+    using Element = T;
     static constexpr bool PAGED = true;
-    const SCALAR* base;
+    const T* base;
     const int* table;
     unsigned block_size;
     int stride;
@@ -59,15 +62,16 @@ struct PagedRows {
         unsigned block = (unsigned)i / block_size;
         return table[block] * block_size + ((unsigned)i - block * block_size);
     }
-    __device__ __forceinline__ const SCALAR* row(int i) const { return base + (long long)slot(i) * stride; }
+    __device__ __forceinline__ const T* row(int i) const { return base + (long long)slot(i) * stride; }
 };
 
 // Rows of a paged cache after their slots have been looked up: slots[i] belongs to key first + i.
-struct SlotRows {
-    const SCALAR* base;
+template <class T> struct SlotRows {
+    using Element = T;
+    const T* base;
     const int* slots;
     int first, stride;
-    __device__ __forceinline__ const SCALAR* row(int i) const { return base + (long long)slots[i - first] * stride; }
+    __device__ __forceinline__ const T* row(int i) const { return base + (long long)slots[i - first] * stride; }
 };
 
 // What a gradient kernel knows of one sequence: row t of head h of qkv lies at qkv + t * row_stride + h * HEAD_DIM, of

@@ -70,25 +70,27 @@ __device__ inline void norm_row(SCALAR* y, SCALAR* summed, float* rstd, const SC
 
 extern "C" __global__ void __launch_bounds__(MAX_THREADS)
 rms_norm_forward(SCALAR* y, float* rstd, const SCALAR* x, const float* w, int C, float eps) {
+    wait_for_inputs();
     norm_row<false>(y, nullptr, rstd, x, nullptr, w, C, eps);
 }
 
 extern "C" __global__ void __launch_bounds__(MAX_THREADS)
 add_rms_norm_forward(SCALAR* y, SCALAR* summed, float* rstd, const SCALAR* x, const SCALAR* residual, const float* w,
                      int C, float eps) {
+    wait_for_inputs();
     norm_row<true>(y, summed, rstd, x, residual, w, C, eps);
 }
 
-// dsummed (R, C) or null is added to dx after dx was rounded, as NumPy does. dw_partial may be null. Shared memory: C
-// floats, rounded up to whole vectors; element i of chunk k lies at i · chunks + k, so that a warp's accesses fall into
-// different banks.
+// dsummed (R, C) or null is added to dx after dx was rounded, as NumPy does. dw_partial may be null. y (R, C) or null:
+// the forward pass's output again, to the bit where Wide is float. Shared memory: C floats, rounded up to whole
+// vectors; element i of chunk k lies at i · chunks + k, so that a warp's accesses fall into different banks.
 extern "C" __global__ void __launch_bounds__(MAX_THREADS)
-rms_norm_backward(SCALAR* dx, float* dw_partial, const SCALAR* dy, const SCALAR* dsummed, const SCALAR* x,
+rms_norm_backward(SCALAR* dx, SCALAR* y, float* dw_partial, const SCALAR* dy, const SCALAR* dsummed, const SCALAR* x,
                   const float* w, const float* rstd, int R, int C) {
     extern __shared__ float dw[];
     __shared__ float scratch[WARP];
-    const bool vectorised = C % VECTOR == 0 && aligned16(dx) && aligned16(dy) && aligned16(dsummed) && aligned16(x) &&
-                            aligned16(w);
+    const bool vectorised = C % VECTOR == 0 && aligned16(dx) && aligned16(y) && aligned16(dy) && aligned16(dsummed) &&
+                            aligned16(x) && aligned16(w);
     const int first = threadIdx.x * VECTOR, step = blockDim.x * VECTOR, chunks = (C + VECTOR - 1) / VECTOR;
     if (dw_partial != nullptr)
         for (int c = first; c < C; c += step)
@@ -112,6 +114,7 @@ rms_norm_backward(SCALAR* dx, float* dw_partial, const SCALAR* dy, const SCALAR*
                 if (dw_partial != nullptr) dw[i * chunks + c / VECTOR] += gradient[i] * normed;
                 if (c == first) kept_dnormed[i] = dnormed, kept_normed[i] = normed;
             }
+            if (y != nullptr) store_normalised(y + start, value, w, inverse, c, C, vectorised);
         }
         const float mean = block_sum(dot, scratch) / C;
         for (int c = first; c < C; c += step) {

@@ -2,6 +2,9 @@
 // Caches (num_blocks, block_size, K, D); block_tables (B or more, M) int32 lists a sequence's blocks in order, and M
 // may be more than it has; context_lens (B) int32 counts its keys, those of the new tokens included.
 // specialise: SCALAR=bf16,f16,f32 HEAD_DIM=64,128,…
+// With CACHE_E4M3 the caches hold E4m3 codes (e4m3.cuh), rounded when they are stored; attention computes with them in
+// SCALAR, which has each exactly.
+// specialise: SCALAR=bf16,f16,f32 HEAD_DIM=128,… CACHE_E4M3=1
 // The block tables' own kernel needs neither:
 // specialise:
 // arch: sm_80 sm_89 sm_90a sm_100 sm_120
@@ -16,12 +19,29 @@ update_block_tables(int* block_tables, const int* rows, const int* columns, cons
 
 #ifdef HEAD_DIM
 #include "attention.cuh"
+#include "e4m3.cuh"
+
+#ifdef CACHE_E4M3
+using Cached = E4m3;
+#else
+using Cached = SCALAR;
+#endif
+
+__device__ __forceinline__ void store_cached(SCALAR* to, const Vec<SCALAR, 8 / sizeof(SCALAR)>& x) { store_vec(to, x); }
+
+__device__ __forceinline__ void store_cached(E4m3* to, const Vec<SCALAR, 8 / sizeof(SCALAR)>& x) {
+    Vec<E4m3, 8 / sizeof(SCALAR)> codes;
+#pragma unroll
+    for (int i = 0; i < 8 / (int)sizeof(SCALAR); ++i) codes[i] = from_float<E4m3>(to_float(x[i]));
+    store_vec(to, codes);
+}
 
 // Keys and values of qkv (T, (H + 2K) * D) to the slots (T) int64 of the caches; slot -1 is skipped. One thread an
 // 8-byte vector.
 extern "C" __global__ void __launch_bounds__(256)
-store_kv(SCALAR* k_cache, SCALAR* v_cache, const SCALAR* qkv, const long long* slot_mapping, int total_tokens,
+store_kv(void* k_cache, void* v_cache, const SCALAR* qkv, const long long* slot_mapping, int total_tokens,
          int num_heads, int num_kv_heads) {
+    wait_for_inputs();
     constexpr int WIDTH = 8 / sizeof(SCALAR);
     const int per_tensor = num_kv_heads * HEAD_DIM / WIDTH;
     const long long index = blockIdx.x * 256ll + threadIdx.x;
@@ -33,8 +53,8 @@ store_kv(SCALAR* k_cache, SCALAR* v_cache, const SCALAR* qkv, const long long* s
     const int tensor = within / per_tensor, column = within % per_tensor * WIDTH;
     const SCALAR* from = qkv + token * (num_heads + 2 * num_kv_heads) * HEAD_DIM +
                          (num_heads + tensor * num_kv_heads) * HEAD_DIM + column;
-    SCALAR* to = (tensor ? v_cache : k_cache) + slot * num_kv_heads * HEAD_DIM + column;
-    store_vec(to, load_vec<WIDTH>(from));
+    Cached* to = reinterpret_cast<Cached*>(tensor ? v_cache : k_cache) + slot * num_kv_heads * HEAD_DIM + column;
+    store_cached(to, load_vec<WIDTH>(from));
 }
 
 // staging (2, n, block_elements) = the blocks `blocks` (n) int64 of both caches, or the reverse. Grid (vectors / 256,
@@ -61,16 +81,18 @@ scatter_blocks(SCALAR* k_cache, SCALAR* v_cache, const SCALAR* staging, const lo
               load_vec<WIDTH>(staging + ((long long)blockIdx.z * gridDim.y + blockIdx.y) * block_elements + at));
 }
 
-__device__ __forceinline__ PagedRows paged_rows(const SCALAR* cache, const int* block_tables, int sequence,
-                                                int max_blocks, int block_size, int kv_head, int num_kv_heads) {
-    return {cache + kv_head * HEAD_DIM, block_tables + (long long)sequence * max_blocks, (unsigned)block_size,
-            num_kv_heads * HEAD_DIM};
+using CachedRows = PagedRows<Cached>;
+
+__device__ __forceinline__ CachedRows paged_rows(const void* cache, const int* block_tables, int sequence,
+                                                 int max_blocks, int block_size, int kv_head, int num_kv_heads) {
+    return {reinterpret_cast<const Cached*>(cache) + kv_head * HEAD_DIM,
+            block_tables + (long long)sequence * max_blocks, (unsigned)block_size, num_kv_heads * HEAD_DIM};
 }
 
 // o (T, H * D) of new tokens packed by cu_seqlens (B + 1), the last ones of their sequences. Block = QUERY_TILE queries
 // of one head. Rows beyond cu_seqlens[B] give zeros.
 extern "C" __global__ void __launch_bounds__(ATTENTION_THREADS, BLOCKS_AN_SM)
-paged_prefill(SCALAR* o, const SCALAR* qkv, const SCALAR* k_cache, const SCALAR* v_cache, const int* block_tables,
+paged_prefill(SCALAR* o, const SCALAR* qkv, const void* k_cache, const void* v_cache, const int* block_tables,
               const int* cu_seqlens, const int* context_lens, int total_tokens, int num_seqs, int num_heads,
               int num_kv_heads, int block_size, int max_blocks, float scale) {
     const int head = blockIdx.x % num_heads, kv_head = head / (num_heads / num_kv_heads);
@@ -83,9 +105,9 @@ paged_prefill(SCALAR* o, const SCALAR* qkv, const SCALAR* k_cache, const SCALAR*
         zero_rows(o, o_stride, piece.first, QUERY_TILE, piece.length);
         return;
     }
-    const PagedRows keys =
+    const CachedRows keys =
         paged_rows(k_cache, block_tables, piece.sequence, max_blocks, block_size, kv_head, num_kv_heads);
-    const PagedRows values =
+    const CachedRows values =
         paged_rows(v_cache, block_tables, piece.sequence, max_blocks, block_size, kv_head, num_kv_heads);
     const PackedRows q{qkv + (long long)piece.start * qkv_stride + head * HEAD_DIM, qkv_stride};
     attend_queries(o, o_stride, (float*)nullptr, 0, q, keys, values, piece.first, piece.length,
@@ -110,16 +132,19 @@ __device__ __forceinline__ SCALAR merged_element(const float* partial_out, const
 // beyond the context are left unwritten. Where there is one chunk at the most, this writes o (B, H * D) as well, and
 // paged_decode_merge is not needed.
 extern "C" __global__ void __launch_bounds__(CHUNK_THREADS)
-paged_decode_chunks(SCALAR* o, float* partial_out, float* partial_stats, const SCALAR* qkv, const SCALAR* k_cache,
-                    const SCALAR* v_cache, const int* block_tables, const int* context_lens, int num_heads,
+paged_decode_chunks(SCALAR* o, float* partial_out, float* partial_stats, const SCALAR* qkv, const void* k_cache,
+                    const void* v_cache, const int* block_tables, const int* context_lens, int num_heads,
                     int num_kv_heads, int block_size, int max_blocks, float scale) {
+    wait_for_inputs();
     const int chunk = blockIdx.x, chunks = gridDim.x, sequence = blockIdx.z, context = context_lens[sequence];
     if (chunk * CHUNK_KEYS >= context && chunks > 1) return;
     const int group = num_heads / num_kv_heads, head_tiles = (group + 15) / 16;
     const int kv_head = blockIdx.y / head_tiles, first_head = blockIdx.y % head_tiles * 16;
     const int head = kv_head * group + first_head;
-    const PagedRows keys = paged_rows(k_cache, block_tables, sequence, max_blocks, block_size, kv_head, num_kv_heads);
-    const PagedRows values = paged_rows(v_cache, block_tables, sequence, max_blocks, block_size, kv_head, num_kv_heads);
+    const CachedRows keys =
+        paged_rows(k_cache, block_tables, sequence, max_blocks, block_size, kv_head, num_kv_heads);
+    const CachedRows values =
+        paged_rows(v_cache, block_tables, sequence, max_blocks, block_size, kv_head, num_kv_heads);
     const int heads = min(16, group - first_head);
     const long long row = (long long)sequence * num_heads + head, at = row * chunks + chunk;
     if (context > 0)
@@ -137,6 +162,7 @@ paged_decode_chunks(SCALAR* o, float* partial_out, float* partial_stats, const S
 extern "C" __global__ void __launch_bounds__(256)
 paged_decode_merge(SCALAR* o, const float* partial_out, const float* partial_stats, const int* context_lens,
                    int num_heads, int chunks) {
+    wait_for_inputs();
     if (threadIdx.x >= HEAD_DIM) return;
     const long long row = (long long)blockIdx.y * num_heads + blockIdx.x;
     o[row * HEAD_DIM + threadIdx.x] =

@@ -79,6 +79,7 @@ template <class Function> __device__ __forceinline__ void for_each_pair(Function
 extern "C" __global__ void __launch_bounds__(THREADS)
 qk_norm_rope_forward(SCALAR* out, float* rstd, const SCALAR* qkv, const float* q_weight, const float* k_weight,
                      const float* cos, const float* sin, const int* positions, int T, int H, int K, int D, float eps) {
+    wait_for_inputs();
     const int lane = threadIdx.x % LANES, half = D / 2;
     const unsigned heads = H + 2 * K, index = blockIdx.x * GROUPS + threadIdx.x / LANES;
     const bool inside = index < T * heads;  // lanes outside stay for the shuffles

@@ -3,6 +3,7 @@
 // thread has the rows lane / 4 and lane / 4 + 8.
 #pragma once
 
+#include "e4m3.cuh"
 #include "mma.cuh"
 
 constexpr int PADDED_DIM = (HEAD_DIM + 15) / 16 * 16;  // the columns from HEAD_DIM on are zeros
@@ -46,13 +47,41 @@ __device__ __forceinline__ void pack_weights(unsigned (&a)[4], const float (&wei
                          SCALAR());
 }
 
+// ROWS rows of E4m3 codes from `first` on into a tile, as SCALAR; rows from `end` on become zeros and are not read. A
+// thread reads CODES of them at once, which are two units of 16 bytes of its tile where they fit, and waits for them:
+// UNROLL reads are under way.
+template <class Tiles, int ROWS, int THREADS, int UNROLL, class Source>
+__device__ __forceinline__ void decode_rows(SCALAR* tile, const Source& source, int first, int end) {
+    constexpr int CODES = HEAD_DIM % 16 ? COPY_ELEMENTS : 16, COPIES = HEAD_DIM / CODES;
+#pragma unroll UNROLL
+    for (int i = threadIdx.x; i < ROWS * COPIES; i += THREADS) {
+        const int row = i / COPIES, column = i % COPIES * CODES;
+        Vec<unsigned, CODES / 4> codes = {};
+        if (first + row < end)
+            codes = load_vec<CODES / 4>(reinterpret_cast<const unsigned*>(source.row(first + row) + column));
+#pragma unroll
+        for (int unit = 0; unit < CODES / COPY_ELEMENTS; ++unit) {
+            Vec<unsigned, COPY_ELEMENTS / 2> pairs;
+#pragma unroll
+            for (int j = 0; j < COPY_ELEMENTS / 4; ++j) {
+                const unsigned word = codes[unit * (COPY_ELEMENTS / 4) + j];
+                pairs[2 * j] = e4m3_pair<0>(word), pairs[2 * j + 1] = e4m3_pair<1>(word);
+            }
+            SCALAR* to = tile + Tiles::template offset<ROWS>(row, column + unit * COPY_ELEMENTS);
+            store_vec(reinterpret_cast<unsigned*>(to), pairs);
+        }
+    }
+}
+
 // Start copying ROWS rows from `first` on into a tile; rows from `end` on become zeros and are not read. UNROLL costs
 // registers for addresses.
 template <class Tiles, int ROWS, int THREADS, int UNROLL, class Source>
 __device__ __forceinline__ void copy_rows(SCALAR* tile, const Source& source, int first, int end) {
     constexpr int COPIES = HEAD_DIM / COPY_ELEMENTS, BYTES = COPY_ELEMENTS * sizeof(SCALAR);
     constexpr int ROWS_AT_ONCE = THREADS / COPIES;
-    if constexpr (THREADS % COPIES == 0 && ROWS_AT_ONCE % Tiles::PERIOD == 0) {  // a thread stays in its column
+    if constexpr (sizeof(typename Source::Element) != sizeof(SCALAR)) {
+        decode_rows<Tiles, ROWS, THREADS, UNROLL>(tile, source, first, end);
+    } else if constexpr (THREADS % COPIES == 0 && ROWS_AT_ONCE % Tiles::PERIOD == 0) {  // a thread stays in its column
         const int row = threadIdx.x / COPIES, column = threadIdx.x % COPIES * COPY_ELEMENTS;
         const unsigned to = shared_address(tile + Tiles::template offset<ROWS>(row, column));
 #pragma unroll UNROLL

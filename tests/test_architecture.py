@@ -75,6 +75,7 @@ HEADER_LEVELS = {
     "kl.cuh": 1,
     "logits.cuh": 1,
     "philox.cuh": 1,
+    "e4m3.cuh": 1,
     "filters.cuh": 2,
     "attention_rows.cuh": 2,
     "tiles_mma.cuh": 2,
@@ -109,8 +110,9 @@ NOUNS = {
     "ppo_loss": ALL,
     "rope": ALL,
     "score": ALL,
-    "optimizer": ALL - {"ops"},  # these five have no derivative
+    "optimizer": ALL - {"ops"},  # these six have no derivative
     "paged_attention": ALL - {"ops"},
+    "quantized": ALL - {"ops"},
     "random": ALL - {"ops"},
     "returns": ALL - {"ops"},
     "sampling": ALL - {"ops"},
@@ -121,7 +123,7 @@ NOUNS = {
 # Files of a shelf that are no noun's: what several nouns use, and what the other shelves do not need.
 HELPERS = {
     "kernels": set(),
-    "cuda": {"checked", "compile", "constants", "cublas", "exact", "loader", "nccl", "verdicts", "versions"},
+    "cuda": set("checked compile constants cublas early exact loader nccl pool verdicts versions".split()),
     "numpy": {"attention_core", "threads"},
     "ops": {"elementwise"},
 }

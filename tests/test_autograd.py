@@ -1,4 +1,4 @@
-"""The tape: what recomputation records and keeps, what is freed, and that threads record apart."""
+"""The tape: what is kept, remade or computed again, what is freed, and that threads record apart."""
 
 import gc
 import threading
@@ -10,7 +10,8 @@ import pytest
 from check import normal
 
 from cukit import ops
-from cukit.autograd import Parameter, Tensor, no_grad, recompute
+from cukit.autograd import Parameter, Tensor, no_grad, recompute, remaking
+from cukit.models.config import LEVELS
 from cukit.models.logprobs import pack, target_logprobs
 from cukit.models.weights import load_model
 
@@ -51,16 +52,17 @@ FREEZES = {
 def test_e3_frozen_parameters_take_no_gradient_from_others(name, frozen):
     """Recomputation loses no gradient, whatever is frozen: the bits are those without it, and without freezing."""
     free = gradients(name, False)
-    plain, again = (gradients(name, checkpointing, frozen) for checkpointing in (False, True))
+    plain, *others = (gradients(name, level, frozen) for level in LEVELS)
     for parameter, value in free.items():
-        if frozen(parameter):
-            assert plain[parameter] is None and again[parameter] is None
-        else:
-            np.testing.assert_array_equal(again[parameter], plain[parameter], err_msg=parameter)
-            np.testing.assert_array_equal(again[parameter], value, err_msg=parameter)
+        for again in others:
+            if frozen(parameter):
+                assert plain[parameter] is None and again[parameter] is None
+            else:
+                np.testing.assert_array_equal(again[parameter], plain[parameter], err_msg=parameter)
+                np.testing.assert_array_equal(again[parameter], value, err_msg=parameter)
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("checkpointing", LEVELS)
 def test_e3_where_everything_is_frozen_there_is_no_graph(checkpointing):
     assert gradients("qwen3_tiny", checkpointing, lambda name: True) is None
 
@@ -74,59 +76,99 @@ def test_recomputation_without_a_trained_input_or_output():
     np.testing.assert_allclose(w.grad, expected)
 
 
-def test_a_first_input_that_comes_from_the_others_is_not_kept():
-    w, x = Parameter(1 + normal(4, 4)), Parameter(normal(3, 4, seed=1))
-    calls = []
+def watched_matrices(backend, monkeypatch) -> list[weakref.ref]:
+    """Weak references to every matrix that the forward functions of a backend give from now on."""
+    made = []
+    for name in backend.__all__:
+        if name.endswith("_forward"):
+            monkeypatch.setattr(backend, name, _watched(getattr(backend, name), made))
+    return made
 
-    def again(array):
-        calls.append(array)
-        return array * 2.0
 
-    def function(a, b):
-        return ops.linear(a, w), b * b
+def test_an_input_that_is_remade_is_not_kept(monkeypatch):
+    w, x, norm = Parameter(1 + normal(6, 6)), Parameter(normal(3, 6, seed=1)), Parameter(1 + normal(6))
+
+    def function(h, residual):
+        return ops.linear(h, w), residual * residual
 
     def run(recomputed):
-        w.zero_grad(), x.zero_grad()
-        residual = x * 1.0
-        doubled = residual * 2.0
-        kept = weakref.ref(doubled.data)
-        if recomputed:
-            first, second = recompute(function, [w], doubled, residual, first=again)
-        else:
-            first, second = function(doubled, residual)
-        del doubled
-        gc.collect()
-        alive = kept() is not None
-        ((first * first).sum() + second.sum()).backward()
-        return alive, w.grad.copy(), x.grad.copy()
+        for parameter in (w, x, norm):
+            parameter.zero_grad()
+        with monkeypatch.context() as patch, remaking(recomputed):
+            made = watched_matrices(x.backend, patch)
+            residual = x * 1.0
+            h = ops.rms_norm(residual, norm)
+            first, second = recompute(function, [w], h, residual) if recomputed else function(h, residual)
+            del h
+            gc.collect()
+            kept = made[0]() is not None
+            ((first * first).sum() + second.sum()).backward()
+        return kept, *(parameter.grad.copy() for parameter in (w, x, norm))
 
     plain, recomputed = run(False), run(True)
-    assert plain[0] and not recomputed[0] and len(calls) == 1
+    assert plain[0] and not recomputed[0]
     for a, b in zip(plain[1:], recomputed[1:]):
         np.testing.assert_array_equal(a, b)
 
 
-def test_recomputation_keeps_one_tensor_a_layer(monkeypatch):
-    """Matrices that stay alive after the forward pass: the residual stream before each layer and before the last norm,
-    and the result.
-    """
+def test_what_waits_for_a_remade_array_gets_it_once_and_in_order():
+    """Two products of one norm, one of silu's output, and a product of what a recomputed function gives."""
+    w, v, x = Parameter(normal(8, 4)), Parameter(normal(3, 4, seed=1)), Parameter(normal(5, 4, seed=2))
+    norm, down = Parameter(1 + normal(4)), Parameter(normal(4, 4, seed=3))
+
+    def run(on):
+        for parameter in (w, v, x, norm, down):
+            parameter.zero_grad()
+        with remaking(on):
+            h = ops.rms_norm(x * 1.0, norm)
+            y = ops.linear(ops.silu_mul(ops.linear(h, w)), down)
+            (again,) = recompute(lambda h: (ops.silu_mul(ops.linear(h, w)),), [w], ops.rms_norm(y, norm))
+            ((ops.linear(h, v) * 2.0).sum() + (ops.linear(again, down) * y).sum()).backward()
+        return [parameter.grad for parameter in (w, v, x, norm, down)]
+
+    for kept, remade in zip(run(False), run(True)):
+        assert kept.any() and kept.tobytes() == remade.tobytes()
+
+
+def test_remaking_ends_with_its_block_and_is_a_threads_own():
+    x = Parameter(normal(3, 4))
+
+    def is_kept():
+        return ops.rms_norm(x * 1.0, Parameter(normal(4))).saved.__class__.__name__ == "Kept"
+
+    with remaking(True):
+        seen = [is_kept()]
+        thread = threading.Thread(target=lambda: seen.append(is_kept()))
+        thread.start(), thread.join()
+        with no_grad():
+            seen.append(is_kept())
+        with pytest.raises(ZeroDivisionError), remaking(False):
+            seen.append(is_kept())
+            raise ZeroDivisionError
+        seen.append(is_kept())
+    assert [*seen, is_kept()] == [False, True, True, True, False, True]
+
+
+def test_levels_keep_what_they_say(monkeypatch):
+    """Matrices that stay alive after the forward pass, beside the embedding's output and the result."""
     model = load_model(GOLDEN / "qwen3_tiny")
-    made, num_tokens = [], 17
-    for name in model.backend.__all__:
-        if name.endswith("_forward"):
-            monkeypatch.setattr(model.backend, name, _watched(getattr(model.backend, name), made))
-    alive = {}
-    for model.gradient_checkpointing in (False, True):
+    num_tokens, alive, hidden_size = 17, {}, model.config.hidden_size
+    made = watched_matrices(model.backend, monkeypatch)
+    for level in LEVELS:
+        model.gradient_checkpointing = level
         made.clear()
         hidden = model.forward(*pack(model, [list(range(num_tokens))]))
         gc.collect()
-        alive[model.gradient_checkpointing] = [ref() for ref in made if ref() is not None]
+        alive[level] = [ref() for ref in made if ref() is not None]
         assert hidden.requires_grad
         del hidden
     layers = model.config.num_hidden_layers
-    assert [x.shape for x in alive[True]] == [(num_tokens, model.config.hidden_size)] * (1 + layers + 1)
-    # without: for each layer two norms, qkv, roped qkv, attention, gate and up, their product, two sums
-    assert len(alive[False]) == 1 + 9 * layers + 1
+    # the residual stream before each layer and before the last norm
+    assert [x.shape for x in alive["full"]] == [(num_tokens, hidden_size)] * (1 + layers + 1)
+    # for each layer qkv, attention, gate and up, two sums
+    assert len(alive["selective"]) == 1 + 5 * layers + 1
+    # for each layer also two norms, roped qkv, silu's output
+    assert len(alive["none"]) == 1 + 9 * layers + 1
 
 
 def _watched(function, made):

@@ -17,11 +17,12 @@ INSTALL_CUPY = "pip install 'cukit[cuda13]' (driver 580 or newer) or 'cukit[cuda
 _said: set[str] = set()
 # File of a shelf -> the public names in it. A function has one signature on both shelves (tests/test_architecture.py).
 CONTRACT = {
-    "activation": ("silu_mul_backward", "silu_mul_forward"),
-    "adapter": ("linear_beside_backward_input", "linear_beside_forward", "merge_adapter"),
+    "activation": ("silu_mul_backward", "silu_mul_backward_remade", "silu_mul_forward"),
+    "adapter": ("change_rows", "linear_beside_backward_input", "linear_beside_forward", "merge_adapter"),
     "attention": ("attention_backward", "attention_forward"),
     "device": (
         "Event",
+        "SideCopies",
         "accumulator",
         "array",
         "default_dtype",
@@ -49,8 +50,21 @@ CONTRACT = {
         "set_exact",
     ),
     "loss": ("token_logprobs_backward", "token_logprobs_forward"),
-    "memory": ("Reservation", "memory_info"),
-    "norm": ("add_rms_norm_backward", "add_rms_norm_forward", "rms_norm_backward", "rms_norm_forward"),
+    "memory": (
+        "Reservation",
+        "free_unused_memory",
+        "limit_memory",
+        "memory_info",
+        "memory_limit",
+        "memory_taken",
+    ),
+    "norm": (
+        "add_rms_norm_backward",
+        "add_rms_norm_backward_remade",
+        "add_rms_norm_forward",
+        "rms_norm_backward",
+        "rms_norm_forward",
+    ),
     "optimizer": ("adamw_step", "adamw_step_blocks", "store_weights", "sum_in_order", "sums_of_squares"),
     "paged_attention": (
         "copy_blocks",
@@ -61,6 +75,7 @@ CONTRACT = {
     ),
     "policy_loss": ("policy_loss_forward",),
     "ppo_loss": ("ppo_loss_forward",),
+    "quantized": ("dequantize_weight", "quantize_weight", "quantized_linear_forward"),
     "random": ("fill_normal",),
     "returns": ("gae", "token_rewards", "whiten"),
     "rope": ("qk_norm_rope_backward", "qk_norm_rope_forward"),

@@ -3,14 +3,20 @@ their options.
 """
 
 from pathlib import Path
+from typing import Any
 
-from ..engine.config import EngineConfig
-from ..models.config import DTYPES
+from ..engine.config import LORA_OPTIONS, EngineConfig, MemoryOptions
+from ..models.config import DTYPES, LEVELS, LEVELS_OF_BOOLS
 from ..options import Options, check_choices, check_range, nested, option, require
 from ..trainers.lora_config import LoraOptions
+from ..trainers.memory_config import StateOptions
+from . import presets
+from .presets import with_preset
 
 WORKLOADS = ("N", "G", "decode")
 CRITICS = ("shared", "separate")
+CHECKPOINTING = "what the backward pass makes again; auto: the fastest that fits; true is full, false none"
+BOOLS = (LEVELS_OF_BOOLS[False], LEVELS_OF_BOOLS[True])
 
 
 class BenchOptions(Options):
@@ -27,6 +33,7 @@ class BenchOptions(Options):
     device: str = option("auto", "where to run", ("auto", "cpu", "cuda"))
     dtype: str = option("auto", "weights and activations; auto: bfloat16 on cuda, float32 on cpu", DTYPES)
     seed: int = option(0, "seed of weights, tokens and lengths")
+    memory: MemoryOptions = nested(MemoryOptions)
 
     def __post_init__(self) -> None:
         check_choices(self)
@@ -66,7 +73,7 @@ class GenerateBench(BenchOptions):
     )
     scale: float | None = option(None, "multiplies counts and lengths; default: 1 on cuda, 0.1 on cpu")
     repeats: int = option(2, "measured runs, after two that are not")
-    engine: EngineConfig = nested(EngineConfig, without=("seed",))
+    engine: EngineConfig = nested(EngineConfig, without=("seed", *LORA_OPTIONS))
     lora: LoraOptions = nested(LoraOptions)
 
     def __post_init__(self) -> None:
@@ -76,13 +83,24 @@ class GenerateBench(BenchOptions):
 
 
 class TrainBench(BenchOptions):
+    preset: str | None = option(
+        None, "named sizes: T1 (the default at scale 1) is 32 rows of 712 tokens, T2 is 16 of 2,048, all in the loss"
+    )
     rows: int | None = option(None, "sequences of a step; default: 32 times scale")
     tokens_per_row: int | None = option(None, "length of each; default: 712 times scale")
     completion: int | None = option(None, "last tokens of each, which the loss is taken on; default: 512 times scale")
     scale: float | None = option(None, "multiplies these defaults; default: 1 on cuda, 0.1 on cpu")
     max_tokens_per_batch: int | None = option(None, "most tokens in one forward pass; default: the whole step")
+    gradient_checkpointing: str | None = option(
+        None, f"{CHECKPOINTING}; default: full, selective and none, one after the other", (*LEVELS, "auto"), bools=BOOLS
+    )
     repeats: int = option(3, "measured steps, after one that is not; the median counts")
+    states: StateOptions = nested(StateOptions)
     lora: LoraOptions = nested(LoraOptions)
+
+    @classmethod
+    def respelled(cls, values: dict[str, Any]) -> dict[str, Any]:
+        return with_preset(values, presets.TRAIN)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -93,22 +111,34 @@ class TrainBench(BenchOptions):
 
 
 class GRPOBench(BenchOptions):
+    preset: str | None = option(
+        None,
+        "named sizes: 64x8x512 (the default at scale 1) is 64 prompts of 200 tokens with 8 completions of 512, "
+        "16x8x1024 is 16 prompts of 512 with 8 of 1,024",
+    )
     prompts: int | None = option(None, "prompts of a step; default: 64 times scale")
     num_generations: int = option(8, "completions of each prompt")
     prompt_length: int | None = option(None, "tokens of a prompt; default: 200 times scale")
     max_completion_length: int | None = option(None, "tokens of a completion; default: 512 times scale")
     scale: float | None = option(None, "multiplies these defaults; default: 1 on cuda, 0.05 on cpu")
-    gradient_checkpointing: bool = option(True, "recompute activations in the backward pass")
+    gradient_checkpointing: str = option("full", CHECKPOINTING, (*LEVELS, "auto"), bools=BOOLS)
     max_tokens_per_batch: int = option(16384, "most tokens in one forward pass")
     beta: float = option(0.0, "weight of the KL to a reference model; 0 loads none")
     repeats: int = option(3, "measured steps, after two that are not")
-    engine: EngineConfig = nested(EngineConfig, without=("seed",))
+    steps: int | None = option(None, "steps in all, the two that are not measured included; in place of repeats")
+    states: StateOptions = nested(StateOptions)
+    engine: EngineConfig = nested(EngineConfig, without=("seed", *LORA_OPTIONS))
     lora: LoraOptions = nested(LoraOptions)
+
+    @classmethod
+    def respelled(cls, values: dict[str, Any]) -> dict[str, Any]:
+        return with_preset(values, presets.GRPO)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("prompts", "prompt_length", "max_completion_length", "repeats"):
             check_range(self, name, 1)
+        check_range(self, "steps", 3)
         check_range(self, "num_generations", 2)
         check_range(self, "scale", 0, 1, open_low=True)
 
@@ -119,7 +149,7 @@ class PPOBench(BenchOptions):
     tokens_per_row: int | None = option(None, "length of each; default: 2,048 times scale")
     completion: int | None = option(None, "last tokens of each, which are learnt; default: 1,536 times scale")
     scale: float | None = option(None, "multiplies these defaults; default: 1 on cuda, 0.1 on cpu")
-    gradient_checkpointing: bool = option(False, "recompute activations in the backward pass")
+    gradient_checkpointing: str = option("none", CHECKPOINTING, (*LEVELS, "auto"), bools=BOOLS)
     max_tokens_per_batch: int = option(16384, "most tokens in one forward pass")
     repeats: int = option(5, "measured updates, after two that are not; the median counts")
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
+
 from .workbench import DECODE_ROWS, FLOAT, Case, Workbench
 
 RANK = 32
@@ -36,5 +38,15 @@ def adapter_cases(b: Workbench) -> Iterator[Case]:
         moved = b.size * (b.tokens * (ins + outs + rank) + outs * ins + rank * ins)
         flops = 2 * b.tokens * (outs * ins + rank * ins)
         yield Case("linear_beside_backward_input", shape, lambda backward=backward: backward(b.tokens), moved, flops)
+        for rows in DECODE_ROWS:
+
+            def change(rows=rows, outs=outs):
+                owners = b.backend.array(np.arange(rows, dtype=np.int32) % 4)
+                return b.random(rows, outs), b.random(rows, outs), owners, 0
+
+            changed = rows // 4 * outs or outs
+            yield Case(
+                "change_rows", f"{name} {rows} x {outs}, every fourth row", change, 3 * b.size * changed, changed
+            )
         moved = 2 * b.size * outs * ins + FLOAT * RANK * (outs + ins)
         yield Case("merge_adapter", f"{name} {outs} x {ins}, rank {RANK}", merge, moved, 2 * outs * ins * RANK)

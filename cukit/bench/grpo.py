@@ -16,7 +16,7 @@ from ..trainers.grpo_config import GRPOConfig
 from ..trainers.loop import Run
 from . import GRPOBench
 from .generate import MOST_ROWS
-from .measure import memory_in_use, peak_memory
+from .measure import DriverPeak, memory_in_use, peak_memory
 from .report import new_report
 from .subject import Subject, build_model, check_length, choose_subject, scaled
 
@@ -40,7 +40,9 @@ def by_place(completions, **_) -> list[float]:
 
 
 def run(options: GRPOBench) -> dict:
-    """The report: a row for each measured step. Two steps before are not timed; the first gives the peak of memory."""
+    """The report: a row for each measured step. Two steps before are not timed; the first gives the peak of what arrays
+    take. The driver's peak is that of all steps so far.
+    """
     subject = choose_subject(options)
     before = memory_in_use(subject.backend)
     scale = options.scale or (CPU_SCALE if subject.backend.name == "cpu" else 1.0)
@@ -49,11 +51,11 @@ def run(options: GRPOBench) -> dict:
         trainer = _trainer(options, subject, scale, folder)
         report["plan"] = trainer.plan.table().splitlines()
         trainer.run = Run(trainer, None)
-        with trainer.run:
+        with trainer.run, DriverPeak(subject.backend) as driver:
             peak = peak_memory(subject.backend, trainer.train_step, before)
             trainer.train_step()
-            for _ in range(options.repeats):
-                report["rows"].append(_row(trainer, peak))
+            for _ in range(trainer.total_steps - WARM_UP):
+                report["rows"].append(_row(trainer, peak) | {"driver_gb": driver.gb})
     return report
 
 
@@ -67,7 +69,7 @@ def _trainer(options: GRPOBench, subject: Subject, scale: float, folder: str) ->
     limits = {"max_model_len": length + completion, "max_num_seqs": min(samples, MOST_ROWS)}
     args = GRPOConfig(
         output_dir=f"{folder}/run",
-        max_steps=WARM_UP + options.repeats,
+        max_steps=options.steps or WARM_UP + options.repeats,
         num_generations=options.num_generations,
         per_device_train_batch_size=samples,
         max_completion_length=completion,
@@ -78,7 +80,8 @@ def _trainer(options: GRPOBench, subject: Subject, scale: float, folder: str) ->
         eval_on_start=False,
         save_steps=0,
         seed=options.seed,
-        **(limits | given_values(options.engine)),
+        **({"max_grad_norm": 0.0} if options.states.optimizer_in_bwd else {}),
+        **(limits | given_values(options.engine) | given_values(options.states) | given_values(options.memory)),
     )
     return GRPOTrainer(
         model=build_model(subject, options.seed, options.lora),

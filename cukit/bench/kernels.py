@@ -11,6 +11,7 @@ from . import KernelsBench
 from .adapter_cases import adapter_cases
 from .cases import Case, Workbench, all_cases
 from .measure import Limits, measure_limits, time_calls
+from .quantized_cases import quantized_cases
 from .report import new_report
 from .subject import Subject, choose_subject
 
@@ -26,7 +27,7 @@ def run(options: KernelsBench) -> dict:
     """The report: one row a case."""
     subject = choose_subject(options)
     bench = Workbench(subject, options.tokens, options.sequences, options.context, options.batch, options.seed)
-    cases = chosen_cases([*all_cases(bench), *adapter_cases(bench)], options.only)
+    cases = chosen_cases([*all_cases(bench), *adapter_cases(bench), *quantized_cases(bench)], options.only)
     min_seconds = options.batch_milliseconds / 1000
     limits = measure_limits(subject.backend, subject.dtype, min_seconds, options.repeats)
     report = new_report("kernels", subject, options)

@@ -4,6 +4,7 @@ import itertools
 import math
 import statistics
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ import numpy as np
 
 # a device queues about 1,024 launches; with more of them in flight the host would wait and its own time be hidden
 HOST_CALLS = 50
+INTERVAL = 0.01  # seconds between two looks at the driver's count
 BLOCK_ELEMENTS = 1 << 22  # random numbers that are drawn; larger arrays repeat them
 
 
@@ -154,6 +156,37 @@ def peak_memory(backend, function: Callable[[], object], before: int) -> int:
     finally:
         sys.setprofile(earlier)
     return max(highest - before, 0)
+
+
+class DriverPeak:
+    """The most memory of the device that is taken by the driver's count between entering and leaving: CUDA context,
+    libraries and unused parts of pools included. Asked every INTERVAL seconds by a thread; on a CPU there is none.
+    """
+
+    def __init__(self, backend):
+        self._backend, self._highest, self._ended = backend, 0, threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def _watch(self) -> None:
+        while not self._ended.wait(INTERVAL):
+            self._highest = max(self._highest, self._backend.memory_taken())
+
+    def __enter__(self):
+        if self._backend.name != "cpu":
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._ended.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    @property
+    def gb(self) -> float | None:
+        """In GB; None on a CPU."""
+        if self._backend.name == "cpu":
+            return None
+        return max(self._highest, self._backend.memory_taken()) / 1e9
 
 
 def _in_shelf(frame, shelf: str) -> bool:

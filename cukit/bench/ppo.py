@@ -18,7 +18,9 @@ from ..models.value_head import ValueHead
 from ..ops import ppo_loss
 from ..optim import AdamW
 from ..trainers.batch import PackedBatch, Rows
+from ..trainers.loss import backward, first_gradient
 from . import PPOBench
+from .levels import level_for
 from .measure import memory_in_use, peak_memory, seconds_of
 from .report import new_report
 from .subject import Subject, build_model, check_length, choose_subject, scale_of, scaled
@@ -34,14 +36,16 @@ class Learners:
 
     def __init__(self, options: PPOBench, subject: Subject):
         self.policy = policy = build_model(subject, options.seed)
-        policy.gradient_checkpointing = options.gradient_checkpointing
         if options.critic == "separate":
             self.critic = Decoder(subject.config, subject.backend, subject.dtype, head="score")
             self.critic.init_weights(options.seed + 1)
-            self.critic.gradient_checkpointing = options.gradient_checkpointing
         else:
             self.critic = ValueHead(policy.backend, policy.dtype, policy.config.hidden_size)
             self.critic.score.init_weights(options.seed + 1)  # zeros would give the policy's trunk no gradient of it
+        decoders = [model for model in (policy, self.critic) if isinstance(model, Decoder)]
+        level = level_for(options.gradient_checkpointing, decoders, options.max_tokens_per_batch, 2)
+        for model in decoders:
+            model.gradient_checkpointing = level
         stores = policy.store, self.critic.store
         self.optimizers = [AdamW(store, LEARNING_RATE, max_grad_norm=LARGEST_NORM) for store in stores]
 
@@ -54,18 +58,21 @@ class Learners:
             hidden = predicting_states(self.critic, tokens)
         return logprobs, entropies, self.critic.scores(hidden)
 
-    def _loss(self, rows: Rows):
-        logprobs, entropies, values = self.forward(rows)
-        old = rows.logprobs, rows.values, None, rows.advantages, rows.returns, rows.weights
-        return ppo_loss(logprobs, values, entropies, *old, **LOSS)[0]
+    def _policy_loss(self, rows: Rows, upstream):
+        """With the value loss of a shared critic."""
+        hidden, shared = predicting_states(self.policy, rows.tokens), not isinstance(self.critic, Decoder)
+        values = self.critic.scores(hidden) if shared else Tensor(rows.values)
+        settings = LOSS if shared else LOSS | {"vf_coef": 0.0}
 
-    def _policy_loss(self, rows: Rows):
-        hidden = predicting_states(self.policy, rows.tokens)
-        logprobs, entropies = self.policy.lm_head.logprobs(hidden, rows.targets)
-        old = rows.logprobs, rows.values, None, rows.advantages, rows.returns, rows.weights
-        return ppo_loss(logprobs, Tensor(rows.values), entropies, *old, **LOSS | {"vf_coef": 0.0})[0]
+        def loss_of(logprobs, entropies, part):
+            own = rows.part(part)
+            old = own.logprobs, own.values, None, own.advantages, own.returns, own.weights
+            known = values if part is None else Tensor(values.data[part])
+            return ppo_loss(logprobs, known, entropies, *old, **settings)
 
-    def _critic_loss(self, rows: Rows):
+        return self.policy.lm_head.loss(hidden, rows.targets, loss_of, upstream)[0]
+
+    def _critic_loss(self, rows: Rows, upstream):
         values, known = self.critic.scores(predicting_states(self.critic, rows.tokens)), Tensor(rows.logprobs)
         old = rows.logprobs, rows.values, None, rows.advantages * 0, rows.returns, rows.weights
         return ppo_loss(known, values, known, *old, **LOSS | {"entropy_coef": 0.0})[0]
@@ -73,11 +80,11 @@ class Learners:
     def update(self, parts: list[Rows]) -> None:
         policy, critic = self.optimizers
         critic.loss_scale = policy.loss_scale  # float16: one backward pass has one scale
-        passes = [self._policy_loss, self._critic_loss] if isinstance(self.critic, Decoder) else [self._loss]
+        passes = [self._policy_loss, self._critic_loss] if isinstance(self.critic, Decoder) else [self._policy_loss]
         for loss_of in passes:
             for rows in parts:
-                loss = loss_of(rows)
-                loss.backward(loss.data * 0 + policy.loss_scale)
+                upstream = first_gradient(self.policy, policy.loss_scale)
+                backward(loss_of(rows, upstream), upstream)
         for optimizer in self.optimizers:
             optimizer.step()
 
@@ -117,7 +124,7 @@ def run(options: PPOBench) -> dict:
     report = new_report("ppo", subject, options) | {"scale": scale}
     row = {
         "critic": options.critic,
-        "gradient_checkpointing": options.gradient_checkpointing,
+        "gradient_checkpointing": learners.policy.gradient_checkpointing,
         "tokens": parts[0].batch.num_tokens,
         "completion_tokens": sum(rows.num_learnt for rows in parts),
         "micro_batches": len(parts),

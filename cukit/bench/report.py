@@ -43,7 +43,8 @@ COLUMNS = {
         ("completion_tokens", "of them in the loss", "{:,}"),
         ("seconds", "s", "{:,.3f}"),
         ("tokens_per_s", "tok/s", "{:,.0f}"),
-        ("peak_gb", "peak GB", "{:,.2f}"),
+        ("peak_gb", "peak GB allocated", "{:,.2f}"),
+        ("driver_gb", "by the driver", "{:,.2f}"),
         ("note", "", "{}"),
     ),
     "grpo": (
@@ -56,7 +57,8 @@ COLUMNS = {
         ("train_seconds", "train", "{:,.3f}"),
         ("other_seconds", "other", "{:,.3f}"),
         ("largest_difference", "log-prob difference", "{:g}"),
-        ("peak_gb", "peak GB", "{:,.2f}"),
+        ("peak_gb", "peak GB allocated", "{:,.2f}"),
+        ("driver_gb", "by the driver", "{:,.2f}"),
     ),
     "ppo": (
         ("critic", "critic", "{}"),
@@ -132,7 +134,8 @@ def headline(report: dict) -> str:
         model = f"weights of {report['weights']}"
     lora = report["options"].get("lora") or {}
     if lora.get("use_peft"):
-        model += f" and an adapter ({lora['lora_way']}, rank {lora['lora_r']})"
+        where = ", base on the host" if lora.get("lora_base_on_host") else ""
+        model += f" and an adapter ({lora['lora_way']}, rank {lora['lora_r']}{where})"
     return (
         f"bench {report['benchmark']}: {model}, random inputs, {report['dtype']}, {report['device']} "
         f"({report['device_name']}), "

@@ -7,6 +7,7 @@ from types import ModuleType
 import numpy as np
 
 from ..backend import backend_for
+from ..engine.memory import hold_memory
 from ..models.adapters import Adapter
 from ..models.config import ModelConfig
 from ..models.decoder import Decoder
@@ -28,6 +29,14 @@ SHAPES = {
     "qwen3-0.6b": QWEN3 | dict(hidden_size=1024, intermediate_size=3072, num_hidden_layers=28),
     "qwen3-1.7b": QWEN3 | dict(hidden_size=2048, intermediate_size=6144, num_hidden_layers=28),
     "qwen3-4b": QWEN3 | dict(hidden_size=2560, intermediate_size=9728, num_hidden_layers=36, num_attention_heads=32),
+    "qwen3-8b": QWEN3
+    | dict(
+        hidden_size=4096,
+        intermediate_size=12288,
+        num_hidden_layers=36,
+        num_attention_heads=32,
+        tie_word_embeddings=False,
+    ),
     "smollm2-135m": dict(
         architectures=["LlamaForCausalLM"],
         vocab_size=49152,
@@ -78,6 +87,7 @@ class Subject:
 def choose_subject(options) -> Subject:
     """The subject that model, device and dtype of the options name; ValueError if there is none."""
     backend = backend_for(options.device)
+    hold_memory(backend, options.memory.nbytes)
     dtype = backend.dtype_of(options.dtype)
     name = options.model or ("tiny" if backend.name == "cpu" else "qwen3-0.6b")
     if name in SHAPES:
@@ -95,7 +105,7 @@ def build_model(subject: Subject, seed: int, lora: LoraOptions | None = None) ->
         model = Decoder(subject.config, subject.backend, subject.dtype)
         model.init_weights(seed)
     if lora is not None and lora.use_peft:
-        Adapter(model, lora.adapter(None), lora.lora_way, seed)
+        Adapter(model, lora.adapter(None), lora.lora_way, seed, lora.lora_base_on_host)
     return model
 
 

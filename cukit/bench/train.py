@@ -1,20 +1,26 @@
-"""bench train: a training step (log-prob loss on the completions of packed rows, backward, AdamW) with and without
-recomputation, and the forward pass alone.
+"""bench train: a training step (log-prob loss on the completions of packed rows, backward, AdamW) at each level of
+gradient_checkpointing, and the forward pass alone. Memory by two meters: what arrays take, and what the driver counts.
 """
 
 from __future__ import annotations
 
 import statistics
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import numpy as np
 
 from ..autograd import no_grad
-from ..models.logprobs import packed_logprobs
+from ..models.config import LEVELS
+from ..models.logprobs import packed_logprobs, predicting_states
 from ..optim import AdamW
+from ..options import require
 from ..trainers.batch import PackedBatch, Rows
+from ..trainers.in_backward import UpdateInBackward
+from ..trainers.loss import backward, first_gradient
 from . import TrainBench
-from .measure import memory_in_use, peak_memory, seconds_of
+from .levels import level_for
+from .measure import DriverPeak, memory_in_use, peak_memory, seconds_of
 from .report import new_report
 from .subject import Subject, build_model, check_length, choose_subject, scale_of, scaled
 
@@ -49,7 +55,7 @@ def make_step(options: TrainBench, subject: Subject, scale: float) -> Step:
 
 
 def run(options: TrainBench) -> dict:
-    """The report: a row for the forward pass alone, and one each for training with and without recomputation."""
+    """The report: a row for the forward pass alone, and one each for training at the levels that are asked for."""
     subject = choose_subject(options)
     before = memory_in_use(subject.backend)
     scale = scale_of(options, subject)
@@ -59,14 +65,24 @@ def run(options: TrainBench) -> dict:
     rows = report["rows"]
     # from the least memory to the most, since a CPU's process only knows its highest point
     rows.append(_row("log-probs, no gradient", None, lambda: _logprobs(model, step), subject, step, options, before))
-    optimizer = AdamW(model.trained_store, LEARNING_RATE)
-    for recompute in (True, False):
-        model.gradient_checkpointing = recompute
+    states = options.states
+    require(
+        not states.optimizer_in_bwd or len(step.micro_batches) == 1,
+        f"optimizer_in_bwd=true needs one pass an update, and max_tokens_per_batch={options.max_tokens_per_batch} "
+        f"makes {len(step.micro_batches)}: raise it",
+    )
+    offload = states.offload_optimizer and subject.backend.name != "cpu"
+    optimizer = AdamW(model.trained_store, LEARNING_RATE, state_form=states.optimizer_state, offload=offload)
+    tokens = options.max_tokens_per_batch or step.tokens
+    given = options.gradient_checkpointing
+    levels = LEVELS[::-1] if given is None else [level_for(given, [model], tokens, len(step.micro_batches))]
+    for level in levels:
+        model.gradient_checkpointing = level
         rows.append(
             _row(
                 "forward, backward, AdamW",
-                recompute,
-                lambda: _train(model, optimizer, step),
+                level,
+                lambda: _train(model, optimizer, step, states.optimizer_in_bwd),
                 subject,
                 step,
                 options,
@@ -79,24 +95,28 @@ def run(options: TrainBench) -> dict:
 
 
 def _row(
-    name: str, recompute: bool | None, function, subject: Subject, step: Step, options: TrainBench, before: int
+    name: str, level: str | None, function, subject: Subject, step: Step, options: TrainBench, before: int
 ) -> dict:
     row = {
         "pass": name,
-        "gradient_checkpointing": recompute,
+        "gradient_checkpointing": level,
         "tokens": step.tokens,
         "completion_tokens": step.completion_tokens,
     }
+    subject.backend.free_unused_memory()  # what the row before left
     try:
-        function()  # compiles kernels, tries products, fills pools
-        samples = [seconds_of(subject.backend, function) for _ in range(options.repeats)]
-        peak = peak_memory(subject.backend, function, before)
+        with DriverPeak(subject.backend) as driver:
+            function()  # compiles kernels, tries products, fills pools
+            samples = [seconds_of(subject.backend, function) for _ in range(options.repeats)]
+            peak = peak_memory(subject.backend, function, before)
+            driver_gb = driver.gb
     except MemoryError:  # CuPy's is one too; the rows before stay worth having
         return row | {
             "seconds": None,
             "all_seconds": [],
             "tokens_per_s": None,
             "peak_gb": None,
+            "driver_gb": None,
             "note": "out of memory: lower --max_tokens_per_batch",
         }
     seconds = statistics.median(samples)
@@ -105,6 +125,7 @@ def _row(
         "all_seconds": samples,
         "tokens_per_s": step.tokens / seconds,
         "peak_gb": peak / 1e9,
+        "driver_gb": driver_gb,
         "note": "peak of the process" if subject.backend.name == "cpu" else "",
     }
 
@@ -115,11 +136,19 @@ def _logprobs(model, step: Step) -> None:
             model.backend.to_numpy(packed_logprobs(model, rows.tokens)[0].data)
 
 
-def _train(model, optimizer: AdamW, step: Step) -> None:
+def _train(model, optimizer: AdamW, step: Step, in_backward: bool = False) -> None:
+    def mean(logprobs, entropy, part):
+        return logprobs.sum() * (-1 / step.completion_tokens), None
+
+    update = UpdateInBackward([(optimizer, optimizer.lr)]) if in_backward else None
     for rows in step.micro_batches:
-        logprobs, _ = packed_logprobs(model, rows.tokens)
-        loss = logprobs.sum() * (-1 / step.completion_tokens)
-        loss.backward(loss.data * 0 + optimizer.loss_scale)
-    optimizer.step()
+        upstream = first_gradient(model, optimizer.loss_scale)
+        loss, *_ = model.lm_head.loss(predicting_states(model, rows.tokens), rows.targets, mean, upstream)
+        with nullcontext() if update is None else update.updating():
+            backward(loss, upstream)
+    if update is None:
+        optimizer.step()
+    else:
+        update.end()
     if model.adapter is not None:
         model.adapter.refresh()

@@ -22,9 +22,10 @@ def split_words(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """-> (values of known options, values of unknown ones), as texts.
 
-    An option takes the words up to the next option: a list several (and it may be repeated), a true-or-false option
-    none or one. If an option is given twice, the later counts. `--name=value` gives a value that looks like an
-    option. `plain` is the option that takes the words of no option: one, or a list all of them.
+    An option takes the words up to the next option: a list several (and it may be repeated), a true-or-false option (or
+    one of words that takes true and false too) none or one. If an option is given twice, the later counts.
+    `--name=value` gives a value that looks like an option. `plain` is the option that takes the words of no option:
+    one, or a list all of them.
     """
     found: dict[str, Any] = {}
     unknown: dict[str, Any] = {}
@@ -50,7 +51,7 @@ def split_words(
         else:
             found[name] = values[0] if values else None
         if name in known and not values:
-            if known[name].kind is not bool:
+            if known[name].kind is not bool and not known[name].bools:
                 raise ValueError(f"--{name} needs a value: {known[name].help}")
             found[name] = "true"
     return found, unknown
@@ -76,7 +77,7 @@ def from_text(item: Option, value: Any) -> Any:
     """
     kind = get_args(item.kind)[0] if is_list(item) else item.kind
     if kind is str:
-        return value
+        return WORDS.get(value.lower(), value) if item.bools and isinstance(value, str) else value
     if isinstance(value, list):
         nothing = item.optional and len(value) == 1 and isinstance(value[0], str) and value[0] in ("none", "null")
         return None if nothing else [_from_text(kind, part) for part in value]

@@ -6,13 +6,13 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from ..engine.config import EngineConfig, SamplingParams
+from ..engine.config import LORA_OPTIONS, EngineConfig, MemoryOptions, SamplingParams
 from ..models.config import DTYPES
 from ..options import Options, changed, given_values, nested, option
 from ..runs.terminal import for_stream
@@ -42,8 +42,9 @@ class ChatOptions(Options):
     dtype: str = option(
         "auto", "weights and activations; auto: bfloat16 on cuda, float32 on cpu", DTYPES, "device and memory"
     )
+    memory: MemoryOptions = nested(MemoryOptions)
     sampling: SamplingParams = nested(SamplingParams, without=("logprobs", "n"))
-    engine: EngineConfig = nested(EngineConfig, without=("seed",))
+    engine: EngineConfig = nested(EngineConfig, without=("seed", *LORA_OPTIONS))
 
 
 def chat(values: dict[str, Any]) -> None:
@@ -57,18 +58,23 @@ def chat(values: dict[str, Any]) -> None:
         say(Chat(llm, options).answer(prompt))
 
 
-def ready(cls: Any, values: dict[str, Any]) -> tuple[Any, Any, str | None] | None:
-    """(engine, options, prompt: an option or stdin, None on a terminal); None after a dry run."""
+def ready(
+    cls: Any, values: dict[str, Any], more: Callable[[Any], dict[str, Any]] = lambda options: {}
+) -> tuple[Any, Any, str | None] | None:
+    """(engine, options, prompt: an option or stdin, None on a terminal); None after a dry run. more(options): further
+    options of the engine.
+    """
     from ..engine.llm import LLM
     from ..models.weights import model_folder, tokenizer_folders
 
     folder = model_folder(values["model"], weights=not values.get("dry_run"))
     options = make(cls, generation_defaults(tokenizer_folders(folder)[0]) | values)
     if options.dry_run:
-        show_engine(options, options.model, options.device, options.dtype, options.engine)
+        show_engine(options, options.model, changed(options.engine, **more(options)))
         return None
     prompt = options.prompt if options.prompt is not None or sys.stdin.isatty() else _stdin()
-    return LLM(folder, device=options.device, dtype=options.dtype, **given_values(options.engine)), options, prompt
+    given = {"device": options.device, "dtype": options.dtype, "memory_limit": options.memory.nbytes}
+    return LLM(folder, **given, **given_values(options.engine) | more(options)), options, prompt
 
 
 def _stdin() -> str:
@@ -179,7 +185,7 @@ class Chat:
         sampling = self.options.sampling
         if self.tries and sampling.seed is not None:
             sampling = changed(sampling, seed=sampling.seed + self.tries)
-        prompt = question if self.raw else self._prompt_ids(question)
+        prompt = self.prompt_of(question)
         start, first, output = time.perf_counter(), None, None
         with _ctrl_c(in_conversation) as pressed:
             stream = self.llm.generate([prompt], sampling, stream=True)
@@ -203,6 +209,10 @@ class Chat:
         if not self.raw:
             self.conversation.add(question, texts[0], [*output.prompt_token_ids, *output.outputs[0].token_ids])
         return self._summary(output, sampling, (start, first, end), pressed.now)
+
+    def prompt_of(self, question: str) -> str | list[int]:
+        """What the model is given: the text as it is (raw), or the ids of the conversation with this message."""
+        return question if self.raw else self._prompt_ids(question)
 
     def _prompt_ids(self, question: str) -> list[int]:
         ids, limit = self.conversation.prompt_ids(question), self.llm.config.max_model_len

@@ -3,32 +3,45 @@
 It loads no weights and makes no engine: the model's config.json and tokenizer are enough.
 """
 
-from types import SimpleNamespace
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import yaml
 
 from ..engine.config import EngineConfig
-from ..options import Options, stated_values
+from ..options import stated_values
 from ..trainers.config import TrainerConfig
+from ..trainers.lora import with_peft
 
 
 def show_training(trainer_class: Any, args: TrainerConfig, read: dict[str, str]) -> None:
     """read: the files: model, data, eval_data."""
+    args = with_peft(args, None, trainer_class.head)
     trainer = without_weights(trainer_class, args, read)
     _print_options(read | stated_values(args))
     print(f"# steps: {trainer.count_steps()}")
-    _print_plan(trainer.plan_memory())
+    _show_plan(trainer.model, trainer.plan_memory, trainer.search_options, args.memory.nbytes is not None)
 
 
-def show_engine(options: Options, model: str, device: str, dtype: str, engine: EngineConfig) -> None:
-    """For commands that only generate."""
+def show_engine(options: Any, model: str, config: EngineConfig) -> None:
+    """For commands that only generate. config: the engine's options, with what the command adds to them."""
+    from ..engine.fitting import GENERATION, search
     from ..engine.memory import plan_memory
     from ..engine.shapes import ModelUse
 
-    shape = model_shape(model, device, dtype)
+    limit = options.memory.nbytes
+    shape = model_shape(model, options.device, options.dtype, limit)
     _print_options(stated_values(options))
-    _print_plan(plan_memory([ModelUse("model", shape.config, shape.dtype)], engine, shape.backend))
+
+    def plan(engine: EngineConfig, quiet: bool = False) -> Any:
+        uses = [ModelUse("model", shape.config, shape.dtype)]
+        return plan_memory(uses, engine, shape.backend, memory_limit=limit, quiet=quiet)
+
+    def tried() -> Any:
+        return search(config, lambda engine: plan(engine, quiet=True), GENERATION)
+
+    _show_plan(shape, lambda: plan(config), tried, limit is not None)
 
 
 def without_weights(trainer_class: Any, args: TrainerConfig, read: dict[str, str]) -> Any:
@@ -37,7 +50,7 @@ def without_weights(trainer_class: Any, args: TrainerConfig, read: dict[str, str
     from ..tokenizer import Tokenizer
 
     tokenizer = Tokenizer.from_folder(*tokenizer_folders(model_folder(read["model"], weights=False)))
-    shape = model_shape(read["model"], args.device, args.dtype, trainer_class.head)
+    shape = model_shape(read["model"], args.device, args.dtype, args.memory.nbytes, trainer_class.head)
     shape.vocab_size = min(shape.vocab_size, tokenizer.vocab_size)
     policy = SimpleNamespace(name="policy", model=shape, optimizer=None)
     parts = {"args": args, "model": shape, "models": {"policy": policy}, "tokenizer": tokenizer, "progress": None}
@@ -48,13 +61,23 @@ def without_weights(trainer_class: Any, args: TrainerConfig, read: dict[str, str
     return trainer
 
 
-def model_shape(model: str, device: str, dtype: str, head: str = "lm_head") -> SimpleNamespace:
-    """What planning needs of a Decoder: config, vocab_size, backend, dtype."""
-    from ..backend import backend_for
+def model_shape(
+    model: str, device: str, dtype: str, limit: int | None = None, head: str = "lm_head"
+) -> SimpleNamespace:
+    """What planning needs of a Decoder: config, vocab_size, backend, dtype. limit: memory_limit."""
     from ..models.weights import load_config
 
-    config, backend = load_config(model, head), backend_for(device)
+    config, backend = load_config(model, head), planning_backend(device, limit)
     return SimpleNamespace(config=config, vocab_size=config.vocab_size, backend=backend, dtype=backend.dtype_of(dtype))
+
+
+def planning_backend(device: str, limit: int | None) -> Any:
+    """The device's shelf. With memory_limit, and without a GPU here, a card of numbers unless the CPU is asked for."""
+    from ..backend import backend_for
+    from ..backend.card import Card
+
+    here = backend_for("auto" if limit is not None and device == "cuda" else device)
+    return Card(limit) if limit is not None and device != "cpu" and here.name == "cpu" else here
 
 
 def _print_options(values: dict[str, Any]) -> None:
@@ -62,6 +85,24 @@ def _print_options(values: dict[str, Any]) -> None:
     print(yaml.safe_dump(given, sort_keys=False, allow_unicode=True), end="")
 
 
-def _print_plan(plan: Any) -> None:
-    for line in plan.table().splitlines():
+def _show_plan(shape: Any, plan: Callable[[], Any], tried: Callable[[], Any], with_options: bool) -> None:
+    """The plan; where it does not fit, or with_options, which options would make it fit. DoesNotFit comes through."""
+    from ..engine.memory import DoesNotFit
+
+    if not isinstance(shape.backend, ModuleType):
+        print(f"# memory on a GPU that is not here, with weights in {shape.dtype.name}:")
+    try:
+        found, fault = plan(), None
+    except DoesNotFit as error:
+        found, fault = error.plan, error
+    _print_comment(found.table())
+    if shape.backend.name != "cpu" and (fault or with_options):
+        search = tried()
+        _print_comment(search.table())
+        if fault:
+            raise DoesNotFit(f"{fault}; {search.line()}", found)
+
+
+def _print_comment(text: str) -> None:
+    for line in text.splitlines():
         print(f"# {line}".rstrip())

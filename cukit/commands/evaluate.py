@@ -9,7 +9,7 @@ import numpy as np
 
 from ..datasets.config import PromptOptions, RowOptions
 from ..datasets.tasks import TASKS, find_tasks
-from ..engine.config import EngineConfig, SamplingParams
+from ..engine.config import LORA_OPTIONS, EngineConfig, MemoryOptions, SamplingParams
 from ..models.config import DTYPES
 from ..options import Options, check_range, given_values, nested, option, require
 from ..rewards.config import RewardLimits
@@ -62,7 +62,8 @@ class EvalOptions(Options):
     rows: RowOptions = nested(RowOptions)
     prompts: PromptOptions = nested(PromptOptions)
     sampling: SamplingParams = nested(SamplingParams, without=("logprobs",), temperature=0.0)
-    engine: EngineConfig = nested(EngineConfig, without=("seed",))
+    memory: MemoryOptions = nested(MemoryOptions)
+    engine: EngineConfig = nested(EngineConfig, without=("seed", *LORA_OPTIONS))
 
     @classmethod
     def respelled(cls, values: dict[str, Any]) -> dict[str, Any]:
@@ -81,6 +82,8 @@ class EvalOptions(Options):
 
 
 def evaluate(values: dict[str, Any]) -> None:
+    from ..backend import backend_for
+    from ..engine.memory import hold_memory
     from ..models.weights import load_model, model_folder, tokenizer_folders
     from ..runs.evaluations import write_answers
     from ..tokenizer import Tokenizer
@@ -90,7 +93,7 @@ def evaluate(values: dict[str, Any]) -> None:
 
     options = make(EvalOptions, values)
     if options.dry_run:
-        show_engine(options, options.model, options.device, options.dtype, options.engine)
+        show_engine(options, options.model, options.engine)
         return
     folder = model_folder(options.model)
     tokenizer = Tokenizer.from_folder(*tokenizer_folders(folder))
@@ -98,6 +101,7 @@ def evaluate(values: dict[str, Any]) -> None:
     suites = [read_suite(options, name, tokenizer, folder, maker) for name in names]
     if options.sampling.n > 1 and options.sampling.temperature == 0:
         say(f"warning: with temperature=0 the n={options.sampling.n} answers to a prompt are equal: raise temperature")
+    hold_memory(backend_for(options.device), options.memory.nbytes)
     model = load_model(folder, options.device, options.dtype)
     rollout = Rollout(model, tokenizer, **given_values(options.engine))
     if maker is not None:

@@ -22,7 +22,8 @@ class MergeOptions(Options):
 
 def merge(values: dict[str, Any]) -> None:
     """Write round(W + s·B·A) in the dtype asked for, with the tokenizer's files."""
-    from ..models.adapter_files import base_of, is_adapter, merge_into
+    from ..models.adapter_files import adapter_config, base_of, is_adapter, merge_into
+    from ..models.scores import set_padding
     from ..models.weights import load_config, load_model, model_folder, save_model, tokenizer_folders
     from ..runs.checkpoint import has_model
     from ..tokenizer import Tokenizer
@@ -36,12 +37,16 @@ def merge(values: dict[str, Any]) -> None:
     base = options.base or base_of(folder)
     raw = load_config(base).raw
     stored = raw.get("dtype") or raw.get("torch_dtype") or "float32"
-    model = load_model(base, options.device, stored if options.dtype == "auto" else options.dtype)
+    head = "score" if adapter_config(folder).with_score else "lm_head"
+    model = load_model(base, options.device, stored if options.dtype == "auto" else options.dtype, head)
     merge_into(model, folder)
     own, config_folder = tokenizer_folders(folder) if options.base is None else (folder, model_folder(base, False))
     if not (own / "tokenizer.json").is_file():
         own = config_folder
     if (own / "tokenizer.json").is_file():
-        Tokenizer.from_folder(own, config_folder).save(output)
+        tokenizer = Tokenizer.from_folder(own, config_folder)
+        if head == "score" and tokenizer.pad_token_id is not None:
+            set_padding(model, tokenizer.pad_token_id)
+        tokenizer.save(output)
     save_model(model, output)
     say(f"merged {folder} into {base}, {model.dtype.name}: {output}")

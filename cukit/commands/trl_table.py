@@ -101,7 +101,7 @@ ROWS: tuple[Row, ...] = (
     ),
     *_not_needed("evaluations run in dtype", "bf16_full_eval", "fp16_full_eval"),
     *_not_yet("other arguments of the model's loader", "model_init_kwargs"),
-    *_not_needed("language models are what is trained", lora_task_type="CAUSAL_LM"),
+    *_not_needed("the command says it: of a reward model the score head is trained too", lora_task_type="CAUSAL_LM"),
     *_not_yet("DoRA (LoRA and rsLoRA are)", "use_dora"),
     *_not_yet("adapters beyond linear layers", "lora_target_parameters", "lora_modules_to_save"),
     *_not_yet("several adapters", "model_adapter_name", "ref_adapter_name"),
@@ -143,7 +143,8 @@ ROWS: tuple[Row, ...] = (
     ),
     *_not_yet("other optimizers", "optim_args", "optim_target_modules"),
     *_not_needed(
-        "gradient checkpointing has no variants", "gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"
+        "gradient checkpointing has levels, and no variants besides",
+        *("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"),
     ),
     *_not_needed("the mean over all learnt tokens of an optimizer batch is the loss", loss_type=("nll", "chunked_nll")),
     *_not_needed("means are over the whole optimizer batch", "average_tokens_across_devices"),

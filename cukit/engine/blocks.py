@@ -77,18 +77,19 @@ class BlockManager:
 
     # ---- prefix cache ----
 
-    def match(self, token_ids: np.ndarray, digests: list[bytes]) -> list[int]:
+    def match(self, token_ids: np.ndarray, digests: list[bytes], root: bytes = b"") -> list[int]:
         """Blocks that hold the beginning of token_ids (int32), not shared yet. At least the last token is left to
         compute, since its logits are needed.
 
-        digests: the chained hashes of token_ids' blocks so far; extended in place as far as wanted.
+        digests: the chained hashes of token_ids' blocks so far; extended in place as far as wanted. root: what stands
+        before the first block; equal tokens after another root (another adapter) have other KV.
         """
         blocks: list[int] = []
         if not self.enable_prefix_caching:
             return blocks
         contents = token_ids.tobytes()
         for index in range((len(token_ids) - 1) // self.block_size):
-            parent, tokens = self._digest(contents, digests, index)
+            parent, tokens = self._digest(contents, digests, index, root)
             block = self._block_of.get(digests[index])
             # a hash may collide: what counts is that the tokens are the same
             if block is None or self._contents[block][1:] != (parent, tokens):
@@ -100,13 +101,21 @@ class BlockManager:
         """How many of the matched blocks are counted in num_free."""
         return sum(self.reference_counts[block] == 0 for block in blocks)
 
-    def register(self, token_ids: np.ndarray, digests: list[bytes], blocks: list[int], first: int, last: int) -> None:
+    def register(
+        self,
+        token_ids: np.ndarray,
+        digests: list[bytes],
+        blocks: list[int],
+        first: int,
+        last: int,
+        root: bytes = b"",
+    ) -> None:
         """Offer the whole, computed blocks first … last - 1 to the prefix cache; what is there already stays."""
         if not self.enable_prefix_caching:
             return
         contents = token_ids.tobytes()
         for index in range(first, last):
-            parent, tokens = self._digest(contents, digests, index)
+            parent, tokens = self._digest(contents, digests, index, root)
             block = blocks[index]
             if digests[index] not in self._block_of and block not in self._contents:
                 self._block_of[digests[index]] = block
@@ -122,9 +131,9 @@ class BlockManager:
     def _forget(self, block: int) -> None:
         del self._block_of[self._contents.pop(block)[0]]
 
-    def _digest(self, contents: bytes, digests: list[bytes], index: int) -> tuple[bytes, bytes]:
+    def _digest(self, contents: bytes, digests: list[bytes], index: int, root: bytes) -> tuple[bytes, bytes]:
         """(digest of the blocks before block `index`, tokens of that block); digests then reaches to `index`."""
-        parent, width = digests[index - 1] if index else b"", TOKEN_BYTES * self.block_size
+        parent, width = digests[index - 1] if index else root, TOKEN_BYTES * self.block_size
         tokens = contents[index * width : (index + 1) * width]
         if index == len(digests):
             digests.append(blake2b(parent + tokens, digest_size=16).digest())

@@ -1,17 +1,34 @@
 """What a call of LLM takes and what it gives."""
 
+import json
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from .config import SamplingParams
+from ..options import changed
+from .config import EngineConfig, SamplingParams
 
 Prompt = str | Iterable[int]  # text, or ids: a list or an integer array
 Prompts = str | list[int] | Iterable[Prompt]  # one, or several; an integer array is one too
 Messages = list[dict] | list[list[dict]]  # one conversation, or several
 Sampling = SamplingParams | list[SamplingParams] | None  # for all prompts, or one for each
+
+
+@dataclass(frozen=True)
+class LoRARequest:
+    """An adapter that a request wants, as in vLLM: lora_int_id, from 1 on, tells it from others; lora_path is its
+    folder in PEFT's format, or a name of the hub. A folder that has changed needs another lora_int_id.
+    """
+
+    lora_name: str
+    lora_int_id: int
+    lora_path: str
+
+
+Adapters = LoRARequest | list[LoRARequest | None] | None  # for all prompts, or one for each
 
 
 @dataclass(slots=True)
@@ -51,3 +68,19 @@ def one_each(prompts: Prompts, sampling_params: Sampling) -> tuple[list[Prompt],
             f"{len(sampling_params)} sampling_params for {len(listed)} prompts: give one for all, or one for each"
         )
     return listed, sampling_params
+
+
+def engine_config(config: EngineConfig | None, options: dict) -> EngineConfig:
+    known = list(EngineConfig.options())
+    unknown = sorted(set(options) - set(known))
+    if unknown:
+        known = ["device", "dtype", "memory_limit", *known]
+        raise ValueError(f"LLM has no option {', '.join(unknown)}; options are {', '.join(known)}")
+    return EngineConfig(**options) if config is None else changed(config, **options)
+
+
+def stored_eos(folder: Path) -> frozenset[int]:
+    """End-of-text ids of generation_config.json, for a folder without a tokenizer."""
+    path = folder / "generation_config.json"
+    ids = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id") if path.is_file() else None
+    return frozenset(ids if isinstance(ids, list) else [] if ids is None else [ids])

@@ -1,6 +1,52 @@
-"""The engine's limits, and how the completions of a prompt are drawn."""
+"""The memory that a process may take, the engine's limits, and how the completions of a prompt are drawn."""
+
+import re
+from typing import Any
 
 from ..options import LARGEST_SEED, Options, check_choices, check_range, option, require
+
+QUANTIZATIONS = ("int8", "fp8")
+UNITS = {"": 1} | {f"{prefix}b": 1000**power for power, prefix in enumerate(("", "k", "m", "g", "t"))}
+UNITS |= {f"{prefix}ib": 1024**power for power, prefix in enumerate(("", "k", "m", "g", "t")) if prefix}
+SIZE = re.compile(r"(\d+\.?\d*(?:e\+?\d+)?|\.\d+(?:e\+?\d+)?)\s*([a-z]*)", re.IGNORECASE)
+LARGEST_SIZE = 1 << 50
+
+
+def bytes_of(size: str | int | float, name: str = "size") -> int:
+    """24GB, 22GiB, 24e9 or a number of bytes -> bytes. ValueError in one line for anything else, and for none."""
+    found = SIZE.fullmatch(str(size).strip())
+    unit = UNITS.get(found[2].lower()) if found else None
+    nbytes = float(found[1]) * unit if found and unit else 0.0
+    require(
+        1 <= nbytes <= LARGEST_SIZE, f"{name} must be bytes, with a unit or without (24GB, 22GiB, 24e9), got {size!r}"
+    )
+    return int(nbytes)
+
+
+class MemoryOptions(Options):
+    """What a process may take of its device."""
+
+    group = "device and memory"
+    memory_limit: str | None = option(
+        None,
+        "the most that this process may take of the GPU, CUDA context and libraries included: 24GB, 22GiB, 24e9; on a "
+        "CPU it bounds the plan alone",
+    )
+
+    @classmethod
+    def respelled(cls, values: dict[str, Any]) -> dict[str, Any]:
+        given = values.get("memory_limit")
+        number = isinstance(given, (int, float)) and not isinstance(given, bool)
+        return values | {"memory_limit": str(given)} if number else values
+
+    def __post_init__(self) -> None:
+        if self.memory_limit is not None:
+            bytes_of(self.memory_limit, "memory_limit")
+
+    @property
+    def nbytes(self) -> int | None:
+        """None: no limit."""
+        return None if self.memory_limit is None else bytes_of(self.memory_limit, "memory_limit")
 
 
 class EngineConfig(Options):
@@ -25,15 +71,50 @@ class EngineConfig(Options):
         "false does without",
         ("auto", "true", "false"),
     )
+    quantization: str | None = option(
+        None,
+        "weights of linear layers in 8 bits, of the engine alone: int8 or fp8; default: the model's own",
+        QUANTIZATIONS,
+    )
+    kv_cache_dtype: str = option(
+        "auto", "numbers of the KV cache: auto: the model's dtype; fp8: E4M3, half the bytes", ("auto", "fp8")
+    )
     enable_prefix_caching: bool = option(True, "share the KV cache of equal prompt beginnings")
     seed: int = option(0, "seed of requests that bring none")
+    enable_lora: bool = option(False, "take requests that name an adapter (LoRA); see docs/LORA.md")
+    max_loras: int = option(1, "adapters in one step; further ones wait")
+    max_lora_rank: int = option(16, "largest rank of such an adapter")
+    max_cpu_loras: int | None = option(None, "adapters that stay in the host's memory; default: max_loras")
 
     def __post_init__(self) -> None:
         check_choices(self)
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "num_kv_blocks"):
             check_range(self, name, 1)
+        for name in ("max_loras", "max_lora_rank"):
+            check_range(self, name, 1)
+        check_range(self, "max_cpu_loras", self.max_loras)
         check_range(self, "gpu_memory_utilization", 0, 1, open_low=True)
         check_range(self, "seed", 0, LARGEST_SEED)
+        require(
+            not (self.enable_lora and self.quantization),
+            f"enable_lora multiplies with the model's own weights: leave out quantization={self.quantization}",
+        )
+        for name in self.roundings:
+            require(
+                self.exact != "true",
+                f"exact=true cannot be kept with {name}={getattr(self, name)}, which rounds what decoding reads and "
+                f"training does not: leave {name} out, or exact",
+            )
+
+    @property
+    def roundings(self) -> list[str]:
+        """The options in force that make sampling differ from training."""
+        found = {"quantization": self.quantization is not None, "kv_cache_dtype": self.kv_cache_dtype != "auto"}
+        return [name for name, rounds in found.items() if rounds]
+
+
+# Options that have no use where no request names an adapter.
+LORA_OPTIONS = ("enable_lora", "max_loras", "max_lora_rank", "max_cpu_loras")
 
 
 class SamplingOptions(Options):

@@ -15,12 +15,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from math import isfinite
 from operator import index
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 import numpy as np
 
 from ..models.decoder import Decoder
 from ..tokenizer import Tokenizer
+from .adapters import RequestAdapters
 from .blocks import BlockManager
 from .calls import Prompt
 from .config import EngineConfig, SamplingParams
@@ -31,6 +32,8 @@ from .rows import Rows
 from .runner import ModelRunner
 from .scheduler import Scheduler, Step
 from .text import StopTexts
+
+OWN = object()  # in place of an adapter: the model's own, if it has one and it is not off in this thread
 
 
 @dataclass(slots=True)
@@ -64,8 +67,9 @@ class EngineCore:
         precise = model.backend.accumulator(model.dtype)
         longest, vocab_size = self.plan.max_model_len, model.config.vocab_size
         self.rows = Rows(model.backend, precise, rows, longest, config.block_size, vocab_size)
-        self.scheduler = Scheduler(self.blocks, self.rows, config.max_num_batched_tokens)
-        self.runner = ModelRunner(model, self.rows, config, self.vocab_size)
+        self.scheduler = Scheduler(self.blocks, self.rows, config.max_num_batched_tokens, config.max_loras)
+        self.adapters = RequestAdapters(model, config)
+        self.runner = ModelRunner(model, self.rows, config, self.vocab_size, self.adapters)
         self._runs_ahead = config.async_scheduling and model.backend.is_asynchronous
         self._flight: Results | None = None  # of a step that was launched and not looked at
         self.requests: dict[int, Request] = {}  # the unfinished ones
@@ -88,24 +92,28 @@ class EngineCore:
         with_text: bool = False,
         keeps_cache: bool = False,
         after: Sequence | None = None,
+        adapter: Any = OWN,
     ) -> Request:
         """Queue checked ids (check_prompt); step() makes the request grow.
 
         with_text: keep the text up to date token by token, for a stream. keeps_cache: the KV of finished samples stays
         until release(), memory permitting. after: a finished sample with such KV; prompt_ids begins with its token_ids
-        (a further turn). The new request takes the KV over and computes only what follows.
+        (a further turn). The new request takes the KV over and computes only what follows. adapter: of all its tokens;
+        None: the model without one.
         """
         seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
         stop_texts = StopTexts.of(params.stop or [], self.tokenizer)
         stop_ids = {*(params.stop_token_ids or ()), *stop_texts.ids, *(() if params.ignore_eos else self.eos_token_ids)}
         limit = min(len(prompt_ids) + params.max_tokens, self.plan.max_model_len)
         request = Request(next(self._ids), prompt_ids, prompt, params, seed, frozenset(stop_ids), stop_texts, limit)
-        request.keeps_cache = keeps_cache
+        request.keeps_cache, request.adapter = keeps_cache, self.adapters.own() if adapter is OWN else adapter
         if self.tokenizer is not None and (with_text or stop_texts.shown or stop_texts.raw):
             request.tokenizer = self.tokenizer
         sequence = request.new_sequence()
         if after is not None and not np.array_equal(prompt_ids[: after.length], after.token_ids):
             raise ValueError("the prompt of a further turn must begin with all tokens of the turn before it")
+        if after is not None and after.request.adapter is not request.adapter:
+            raise ValueError("a further turn must have the adapter of the turn before it, whose KV it takes over")
         with self._turn:  # a restart sees both or neither
             self.stats.num_requests += 1
             self.requests[request.request_id] = request
@@ -292,6 +300,10 @@ class EngineCore:
             stats.num_generated_tokens += span.draws
         stats.num_cached_tokens = self.scheduler.num_cached_tokens
         stats.num_preemptions = self.scheduler.num_preemptions
+
+    def load_adapters(self, adapters: list[Any]) -> None:
+        """Bring adapters to the device, for a pass outside steps; inside paused()."""
+        self.runner.load_adapters(adapters)
 
     # ---- the cache ----
 

@@ -2,28 +2,39 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import math
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal, overload
 
 import numpy as np
 
+from ..backend import backend_for
 from ..models.decoder import Decoder
-from ..models.logprobs import token_logprobs
 from ..models.weights import load_model, model_folder, tokenizer_folders
-from ..options import changed
 from ..tokenizer import Tokenizer
-from .calls import CompletionOutput, Messages, Prompt, Prompts, RequestOutput, Sampling, one_each
-from .config import EngineConfig, SamplingParams
+from .calls import (
+    Adapters,
+    CompletionOutput,
+    LoRARequest,
+    Messages,
+    Prompt,
+    Prompts,
+    RequestOutput,
+    Sampling,
+    engine_config,
+    one_each,
+    stored_eos,
+)
+from .config import EngineConfig, SamplingParams, bytes_of
 from .core import EngineCore, EngineStats
+from .memory import hold_memory
 from .request import Request, Sequence
+from .scores import adapter_scores, checked_sequences
 
 logger = logging.getLogger(__name__)
 
-Checked = list[tuple[np.ndarray, str | None]]  # prompts as check_prompt() gives them
+Checked = list[tuple[np.ndarray, str | None, Any]]  # prompts as check_prompt() gives them, and their adapters
 More = Callable[[list[int], list[Request]], list[tuple]]  # see LLM.run
 
 
@@ -31,17 +42,20 @@ class LLM:
     """A model with its KV cache. Any number of threads may call it: one computes, for all.
 
     model: a Hugging Face model folder (or hub name). device: auto | cuda | cpu. dtype: auto (bfloat16 on cuda, float32
-    on cpu) | a dtype name. options: the fields of EngineConfig (max_model_len, max_num_seqs, gpu_memory_utilization,
-    enforce_eager, …).
+    on cpu) | a dtype name. options: memory_limit (the most that this process may take of the GPU: "24GB") and the
+    fields of EngineConfig (max_model_len, max_num_seqs, gpu_memory_utilization, enforce_eager, …).
     """
 
     def __init__(self, model: str | Path, device: str = "auto", dtype: str = "auto", **options: Any):
-        config = _engine_config(None, options)
+        limit = options.pop("memory_limit", None)
+        config = engine_config(None, options)
+        if limit is not None:
+            hold_memory(backend_for(device), bytes_of(limit, "memory_limit"))
         folder = model_folder(model)
         loaded = load_model(folder, device, dtype)
         own, config_folder = tokenizer_folders(folder)
         tokenizer = Tokenizer.from_folder(own, config_folder) if (own / "tokenizer.json").is_file() else None
-        self._set_up(loaded, tokenizer, config, _generation_eos(own))
+        self._set_up(loaded, tokenizer, config, stored_eos(own))
 
     @classmethod
     def from_model(
@@ -49,7 +63,7 @@ class LLM:
     ) -> LLM:
         """An engine that shares the weights of a Decoder. After they change, call reset_prefix_cache()."""
         llm = cls.__new__(cls)
-        llm._set_up(model, tokenizer, _engine_config(config, options), frozenset())
+        llm._set_up(model, tokenizer, engine_config(config, options), frozenset())
         return llm
 
     def _set_up(
@@ -92,20 +106,31 @@ class LLM:
 
     @overload
     def generate(
-        self, prompts: Prompts, sampling_params: Sampling = None, stream: Literal[False] = False
+        self,
+        prompts: Prompts,
+        sampling_params: Sampling = None,
+        stream: Literal[False] = False,
+        lora_request: Adapters = None,
     ) -> list[RequestOutput]: ...
     @overload
     def generate(
-        self, prompts: Prompts, sampling_params: Sampling = None, *, stream: Literal[True]
+        self,
+        prompts: Prompts,
+        sampling_params: Sampling = None,
+        *,
+        stream: Literal[True],
+        lora_request: Adapters = None,
     ) -> Iterator[RequestOutput]: ...
     @overload
     def generate(
-        self, prompts: Prompts, sampling_params: Sampling = None, stream: bool = False
+        self, prompts: Prompts, sampling_params: Sampling = None, stream: bool = False, lora_request: Adapters = None
     ) -> list[RequestOutput] | Iterator[RequestOutput]: ...
     def generate(
-        self, prompts: Prompts, sampling_params: Sampling = None, stream: bool = False
+        self, prompts: Prompts, sampling_params: Sampling = None, stream: bool = False, lora_request: Adapters = None
     ) -> list[RequestOutput] | Iterator[RequestOutput]:
-        """Complete prompts: text, ids, or a list of either; sampling_params for all, or one for each.
+        """Complete prompts: text, ids, or a list of either; sampling_params for all, or one for each. lora_request: a
+        LoRARequest (with enable_lora) for all, or one (or None) for each; None: the adapter that is trained on the
+        model, if there is one and it is not off() in this thread, else none.
 
         Returns a RequestOutput for each prompt, in their order (a list even for a single prompt). With stream=True an
         iterator that yields the RequestOutput of a prompt whenever it has grown since the last one, each sample with
@@ -114,7 +139,7 @@ class LLM:
         if the logits of every sample were not finite.
         """
         listed, params = one_each(prompts, sampling_params)
-        checked = self._check(listed, params)
+        checked = self._check(listed, params, lora_request)
         if stream:
             return self._stream(checked, params)
         requests = self._run(checked, params)
@@ -127,6 +152,7 @@ class LLM:
         sampling_params: Sampling = None,
         between_steps: Callable[[], None] | None = None,
         more: More | None = None,
+        lora_request: Adapters = None,
     ) -> list[Request]:
         """generate() for programs: the finished requests; their samples (request.sequences) hold arrays.
 
@@ -138,7 +164,7 @@ class LLM:
         that were not finite have the finish_reason "error", be it all of them.
         """
         listed, params = one_each(prompts, sampling_params)
-        return self._run(self._check(listed, params), params, between_steps, more)
+        return self._run(self._check(listed, params, lora_request), params, between_steps, more)
 
     @overload
     def chat(
@@ -147,6 +173,7 @@ class LLM:
         sampling_params: Sampling = None,
         stream: Literal[False] = False,
         tools: list[dict] | None = None,
+        lora_request: Adapters = None,
         **template_arguments: Any,
     ) -> list[RequestOutput]: ...
     @overload
@@ -157,6 +184,7 @@ class LLM:
         *,
         stream: Literal[True],
         tools: list[dict] | None = None,
+        lora_request: Adapters = None,
         **template_arguments: Any,
     ) -> Iterator[RequestOutput]: ...
     @overload
@@ -166,6 +194,7 @@ class LLM:
         sampling_params: Sampling = None,
         stream: bool = False,
         tools: list[dict] | None = None,
+        lora_request: Adapters = None,
         **template_arguments: Any,
     ) -> list[RequestOutput] | Iterator[RequestOutput]: ...
     def chat(
@@ -174,6 +203,7 @@ class LLM:
         sampling_params: Sampling = None,
         stream: bool = False,
         tools: list[dict] | None = None,
+        lora_request: Adapters = None,
         **template_arguments: Any,
     ) -> list[RequestOutput] | Iterator[RequestOutput]:
         """generate() after the chat template.
@@ -188,34 +218,20 @@ class LLM:
             self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tools=tools, **template_arguments)
             for messages in conversations
         ]
-        return self.generate(prompts, sampling_params, stream)
+        return self.generate(prompts, sampling_params, stream, lora_request)
 
-    def score(self, sequences: Iterable[Iterable[int]], temperature: float = 1.0) -> list[np.ndarray]:
-        """log p(token t | tokens before it) for t ≥ 1 of each sequence, by the training forward pass.
+    def score(
+        self, sequences: Iterable[Iterable[int]], temperature: float = 1.0, lora_request: Adapters = None
+    ) -> list[np.ndarray]:
+        """log p(token t | tokens before it) for t ≥ 1 of each sequence, by the training forward pass. lora_request: as
+        for generate().
 
         Returns one float32 array a sequence (float64 for a float64 model), one shorter than the sequence. ValueError
         for a token that cannot be drawn, since the tokenizer does not have it.
         """
-        given: object = temperature
-        is_number = isinstance(given, (int, float, np.number)) and not isinstance(given, bool)
-        if not (is_number and math.isfinite(temperature) and temperature > 0):
-            raise ValueError(
-                f"temperature must be a finite number above 0, got {temperature!r} (the log-probs of greedy "
-                f"completions are those of temperature=1)"
-            )
-        longest = self.model.config.max_position_embeddings
-        checked = [self.core.check_ids(ids, f"sequence {number}") for number, ids in enumerate(sequences)]
-        for number, ids in enumerate(checked):
-            if len(ids) > longest:
-                raise ValueError(f"sequence {number} has {len(ids)} tokens, the model's limit is {longest}: shorten it")
-            if (ids[1:] >= self.vocab_size).any():
-                wrong = next(token for token in ids[1:].tolist() if token >= self.vocab_size)
-                raise ValueError(
-                    f"sequence {number} has the token id {wrong}, which the tokenizer does not have (its ids end at "
-                    f"{self.vocab_size - 1}), so it is never drawn: leave it out, or score without a tokenizer "
-                    f"(LLM.from_model(llm.model))"
-                )
-        return token_logprobs(self.model, checked, temperature, self.vocab_size, self.config.max_num_batched_tokens)
+        checked = checked_sequences(self.core, sequences, temperature)
+        adapters = self.core.adapters.chosen(lora_request, len(checked))
+        return adapter_scores(self.core, checked, adapters, temperature)
 
     # ---- life cycle ----
 
@@ -245,10 +261,13 @@ class LLM:
 
     # ---- one request, one step ----
 
-    def add_request(self, prompt: Prompt, params: SamplingParams, stream: bool = False) -> Request:
+    def add_request(
+        self, prompt: Prompt, params: SamplingParams, stream: bool = False, lora_request: LoRARequest | None = None
+    ) -> Request:
         """Queue a prompt (text or ids); step() makes it grow, and so does every other call that computes."""
         self._require_awake()
-        return self.core.add(*self.core.check_prompt(prompt, params, len(self.core.requests)), params, stream)
+        ids, text = self.core.check_prompt(prompt, params, len(self.core.requests))
+        return self._queue((ids, text, *self.core.adapters.chosen(lora_request, 1)), params, stream)
 
     def step(self) -> None:
         """Compute one step for all requests."""
@@ -271,11 +290,17 @@ class LLM:
 
     # ---- parts ----
 
-    def _check(self, prompts: list[Prompt], params: list[SamplingParams]) -> Checked:
-        """Every prompt is checked before the first is queued."""
+    def _check(self, prompts: list[Prompt], params: list[SamplingParams], lora_request: Adapters = None) -> Checked:
+        """Every prompt is checked before the first is queued, and every adapter is there."""
         self._require_awake()
         pairs = enumerate(zip(prompts, params, strict=True))
-        return [self.core.check_prompt(*pair, number) for number, pair in pairs]
+        checked = [self.core.check_prompt(*pair, number) for number, pair in pairs]
+        adapters = self.core.adapters.chosen(lora_request, len(checked))
+        return [(*one, adapter) for one, adapter in zip(checked, adapters, strict=True)]
+
+    def _queue(self, checked: tuple, params: SamplingParams, with_text: bool = False) -> Request:
+        ids, text, adapter = checked
+        return self.core.add(ids, text, params, with_text, adapter=adapter)
 
     def _run(
         self,
@@ -287,7 +312,7 @@ class LLM:
         requests: list[Request] = []
         try:
             for prompt, one in zip(checked, params, strict=True):
-                requests.append(self.core.add(*prompt, one))
+                requests.append(self._queue(prompt, one))
             pending = list(range(len(requests)))
             while pending:
                 self.core.step()
@@ -300,7 +325,7 @@ class LLM:
                 added = [] if more is None else more(ended, [requests[place] for place in ended])
                 for prompt, one in added:
                     pending.append(len(requests))
-                    requests.append(self.core.add(*self._check([prompt], [one])[0], one))
+                    requests.append(self._queue(self._check([prompt], [one])[0], one))
         finally:  # after an error or an interrupt nothing of this call goes on
             self._abandon(requests)
         return requests
@@ -309,7 +334,7 @@ class LLM:
         requests: list[Request] = []
         try:
             for prompt, one in zip(checked, params, strict=True):
-                requests.append(self.core.add(*prompt, one, with_text=True))
+                requests.append(self._queue(prompt, one, with_text=True))
             seen = {number: (0, 0) for number in range(len(requests))}  # number -> (tokens, finished samples) then
             while seen:
                 grown = False
@@ -372,20 +397,3 @@ def _report_errors(requests: list[Request]) -> None:
             count,
             len(reasons),
         )
-
-
-def _engine_config(config: EngineConfig | None, options: dict) -> EngineConfig:
-    known = EngineConfig.options()
-    unknown = sorted(set(options) - set(known))
-    if unknown:
-        raise ValueError(
-            f"LLM has no option {', '.join(unknown)}; options are {', '.join(['device', 'dtype', *known])}"
-        )
-    return EngineConfig(**options) if config is None else changed(config, **options)
-
-
-def _generation_eos(folder: Path) -> frozenset[int]:
-    """End-of-text ids of generation_config.json, for a folder without a tokenizer."""
-    path = folder / "generation_config.json"
-    ids = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id") if path.is_file() else None
-    return frozenset(ids if isinstance(ids, list) else [] if ids is None else [ids])

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, replace
+from typing import Any
 
-from ..models.config import ModelConfig
-from ..options import changed
+from ..models.config import LEVELS, ModelConfig
+from ..options import changed, say_once
 from .config import EngineConfig
 from .shapes import (
     CONTEXT_BYTES,
@@ -24,6 +25,7 @@ from .shapes import (
     Item,
     ModelUse,
     block_bytes,
+    cache_dtype,
     lasting_items,
     rollout_items,
     training_items,
@@ -42,11 +44,20 @@ SLEEP_GAIN = 1.4
 PACKED_BYTES = 40  # of one token of a packed batch: ids, positions, mask, and float32 columns
 LARGEST = 4  # items that an error names
 GAPS = "gaps in the pool"
+MEMORY_LIMIT = "memory_limit"
+
+
+class DoesNotFit(ValueError):
+    """A run that cannot fit. plan: what it would hold, with a cache or without."""
+
+    def __init__(self, message: str, plan: Plan):
+        super().__init__(message)
+        self.plan = plan
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run will hold. limit: bytes that it may take: gpu_memory_utilization (share) of share_of."""
+    """What a run will hold. limit: bytes that it may take, by the option `rule` (empty: what the device has)."""
 
     items: tuple[Item, ...]
     limit: int
@@ -54,8 +65,10 @@ class Plan:
     max_model_len: int = 0
     sleeps_cache: bool = False
     kv_bytes: int = 0
-    share: float | None = None  # None without an engine
-    share_of: str = ""
+    share: float | None = None  # gpu_memory_utilization; None without an engine
+    rule: str = ""
+    level: str = ""  # of gradient_checkpointing; "" where nothing is trained
+    why: str = ""  # auto took it
 
     def phase_bytes(self, phase: str) -> int:
         """Bytes in "rollout" or "training", with what lasts."""
@@ -67,9 +80,19 @@ class Plan:
         return [phase for phase in ("rollout", "training") if any(item.phase == phase for item in self.items)]
 
     @property
+    def share_option(self) -> str:
+        """The option that sets the limit."""
+        return MEMORY_LIMIT if self.rule == MEMORY_LIMIT else "gpu_memory_utilization"
+
+    @property
     def peak_bytes(self) -> int:
         """What the driver will count at the most, as far as shapes tell."""
         return max(map(self.phase_bytes, self.phases), default=self.phase_bytes("rollout"))
+
+    @property
+    def least_bytes(self) -> int:
+        """The peak where the pool wastes nothing."""
+        return self.peak_bytes - max((item.nbytes for item in self.items if item.name == GAPS), default=0)
 
     def table(self) -> str:
         """A line an item: phase, bytes, name; then the phases' sums and what is left."""
@@ -82,8 +105,10 @@ class Plan:
         items.sort(key=lambda item: (order[item.phase], -item.nbytes))
         lines = [f"{item.phase:<9}{gigabytes(item.nbytes):>11}  {item.name}" for item in items if item.nbytes]
         lines += [f"{'peak':<9}{gigabytes(self.phase_bytes(phase)):>11}  {phase}" for phase in self.phases]
-        share = "" if self.share is None else f" (gpu_memory_utilization {self.share:g} of {self.share_of})"
-        lines.append(f"{'left':<9}{gigabytes(self.limit - self.peak_bytes):>11}  of {gigabytes(self.limit)}{share}")
+        if self.level:
+            lines.append(f"{'level':<9}{self.level:>11}  of gradient_checkpointing{self.why}")
+        rule = f" ({self.rule})" if self.rule else ""
+        lines.append(f"{'left':<9}{gigabytes(self.limit - self.peak_bytes):>11}  of {gigabytes(self.limit)}{rule}")
         return "\n".join(lines)
 
 
@@ -96,28 +121,82 @@ def plan_memory(
     engine: EngineConfig | None,
     backend,
     *,
+    gradient_checkpointing: str = "full",
+    quiet: bool = False,
+    **sizes: Any,
+) -> Plan:
+    """The plan of a run with these models; the engine (None: there is none) runs the first of them.
+
+    gradient_checkpointing: its level, or "auto" for the fastest that fits and takes nothing from the cache. quiet: no
+    warning. sizes: what plan_at_level takes besides.
+
+    DoesNotFit for a max_model_len that does not fit, and on a card for a run that does not.
+    """
+
+    def tried(level: str) -> tuple[Plan, bool]:
+        try:
+            return plan_at_level(uses, engine, backend, level, True, **sizes), True
+        except DoesNotFit as error:
+            return error.plan, False
+
+    level, why = gradient_checkpointing, ""
+    if level == "auto":
+        level, why = _fastest({level: tried(level) for level in LEVELS})
+    try:
+        plan = plan_at_level(uses, engine, backend, level, quiet, **sizes)
+    except DoesNotFit as error:
+        for leaner in () if quiet else LEVELS[LEVELS.index(level) + 1 :]:
+            if tried(leaner)[1]:
+                raise DoesNotFit(f"{error}, or set gradient_checkpointing={leaner}", error.plan) from None
+        raise
+    return replace(plan, why=why) if plan.level else plan
+
+
+def _fastest(plans: dict[str, tuple[Plan, bool]]) -> tuple[str, str]:
+    """The first level that fits, gaps included, and leaves the cache as it is at the last level; else the last. And
+    why. plans: of all levels, and whether they fit where the pool wastes nothing.
+    """
+    leanest, why = plans[LEVELS[-1]][0], []
+    for level in LEVELS[:-1]:
+        plan, fits = plans[level]
+        if not fits or plan.peak_bytes > plan.limit:
+            why.append(f"{level} needs {gigabytes(plan.peak_bytes)}")
+        elif (plan.kv_bytes, plan.sleeps_cache) != (leanest.kv_bytes, leanest.sleeps_cache):
+            why.append(f"{level} takes memory from the KV cache")
+        else:
+            return level, f", by auto: {'; '.join([*why, 'the fastest that fits'])}"
+    return LEVELS[-1], f", by auto: {'; '.join(why)}"
+
+
+def plan_at_level(
+    uses: list[ModelUse],
+    engine: EngineConfig | None,
+    backend,
+    level: str,
+    quiet: bool = False,
+    *,
     max_tokens_per_batch: int = 0,
-    gradient_checkpointing: bool = True,
     micro_batches: int = 2,
     longest_sequence: int | None = None,
     packed_tokens: int = 0,
     ranks: int = 1,
     total_bytes: int | None = None,
     free_bytes: int | None = None,
+    memory_limit: int | None = None,
 ) -> Plan:
-    """The plan of a run with these models; the engine (None: there is none) runs the first of them.
+    """plan_memory() at a level of gradient_checkpointing.
 
     max_tokens_per_batch: of a training forward pass. micro_batches: passes an update; with one, gradients appear only
     as activations go. longest_sequence: of the run's sequences, prompt and completion together. packed_tokens: of a
     generation batch that stays on the device. ranks: processes among which gradients and optimizer states are divided.
     total_bytes, free_bytes: of the device, asked of the backend by default; free is what is not taken yet.
+    memory_limit: bytes that this process may take in all; by default the backend's.
 
     The cache holds max_num_seqs sequences of max_model_len, or what is left. gpu_memory_utilization is the share of the
     device's whole memory that this process may take for everything (vLLM's meaning); on a CPU the share of the free
-    memory that may be taken beyond what is loaded, with a cache of CPU_CACHE_BYTES at most. Where the cache is smaller
-    than a default max_model_len, that is lowered, with a warning.
-
-    ValueError for a max_model_len that does not fit, and on a card for a run that does not.
+    memory that may be taken beyond what is loaded, with a cache of CPU_CACHE_BYTES at most. Of it and memory_limit the
+    smaller rules. Where the cache is smaller than a default max_model_len, that is lowered, with a warning unless
+    quiet.
     """
     if free_bytes is None or total_bytes is None:
         free_bytes, total_bytes = backend.memory_info()
@@ -127,7 +206,7 @@ def plan_memory(
         items += [Item("CUDA context and kernels", CONTEXT_BYTES), Item("cuBLAS workspace", WORKSPACE_BYTES)]
     if any(use.trained for use in uses):
         tokens = backend.row_bucket(max(max_tokens_per_batch, longest_sequence or 0))
-        items += training_items(uses, backend, tokens, gradient_checkpointing, micro_batches, ranks)
+        items += training_items(uses, backend, tokens, level, micro_batches, ranks)
         items.append(Item("packed batch", packed_tokens * PACKED_BYTES))
     if engine is not None:
         _check_length(uses[0].config, engine)
@@ -138,11 +217,23 @@ def plan_memory(
         limit, whole = min(int(share * total_bytes), free_bytes + taken + CONTEXT_BYTES), gigabytes(total_bytes)
     else:
         limit, whole = taken + int(share * free_bytes), f"{gigabytes(free_bytes)} free"
-    plan = Plan(tuple(items), limit, share=None if engine is None else share, share_of=whole)
-    plan = _checked(plan, on_card)
+    rule = "" if engine is None else f"gpu_memory_utilization {share:g} of {whole}"
+    memory_limit = backend.memory_limit() if memory_limit is None else memory_limit
+    if memory_limit is not None and memory_limit < limit:
+        limit, rule = memory_limit, MEMORY_LIMIT
+    level = level if any(use.trained for use in uses) else ""
+    plan = Plan(tuple(items), limit, share=None if engine is None else share, rule=rule, level=level)
+    plan = _checked(plan, on_card, quiet)
     if engine is not None:
-        plan = _checked(_with_cache(plan, uses[0], engine, backend, longest_sequence), on_card)
+        plan = _checked(_with_cache(plan, uses[0], engine, backend, longest_sequence, quiet), on_card, quiet)
     return plan
+
+
+def hold_memory(backend, nbytes: int | None) -> None:
+    """Hold this process to memory_limit; None: no limit."""
+    backend.limit_memory(nbytes)
+    if nbytes is not None and backend.name == "cpu":
+        say_once(logger, "memory_limit bounds the plan alone on a CPU: the system may give this process more")
 
 
 def planned(config: EngineConfig, model) -> tuple[Plan, EngineConfig]:
@@ -170,10 +261,14 @@ def _with_waste(items: list[Item], uses, backend) -> list[Item]:
     return [*items, *(Item(GAPS, nbytes, phase) for phase, nbytes in waste.items())]
 
 
-def _with_cache(plan: Plan, use: ModelUse, engine: EngineConfig, backend, longest_sequence) -> Plan:
+def _with_cache(plan: Plan, use: ModelUse, engine: EngineConfig, backend, longest_sequence, quiet: bool) -> Plan:
     """The plan with the cache's size, whether it sleeps, and the max_model_len that holds."""
     size, config = engine.block_size, use.config
-    block = block_bytes(config, backend.dtype_of(use.dtype), size)
+    if engine.kv_cache_dtype == "fp8" and backend.name == "cuda" and config.head_dim % 8:
+        raise ValueError(
+            f"kv_cache_dtype=fp8 needs a head_dim that is a multiple of 8 on a card, got {config.head_dim}: use auto"
+        )
+    block = block_bytes(config, cache_dtype(engine, backend.dtype_of(use.dtype)), size)
     length = engine.max_model_len or config.max_position_embeddings
     asleep = (plan.limit - plan.phase_bytes("rollout")) // block
     awake = (plan.limit - plan.peak_bytes) // block if backend.name == "cuda" else min(asleep, CPU_CACHE_BYTES // block)
@@ -187,25 +282,24 @@ def _with_cache(plan: Plan, use: ModelUse, engine: EngineConfig, backend, longes
         sleeps = awake < blocks <= asleep
     room = blocks * size
     if room < length and engine.max_model_len is not None:
-        raise ValueError(
+        raise DoesNotFit(
             f"the KV cache has room for {room} tokens ({blocks} blocks of {size}), less than max_model_len={length}: "
-            f"lower max_model_len, or raise num_kv_blocks or gpu_memory_utilization"
+            f"lower max_model_len, or raise num_kv_blocks or {plan.share_option}",
+            plan,
         )
-    if room < length:
+    if room < length and not quiet:
         logger.warning(
             "max_model_len is %d, not the model's own %d: the KV cache has room for %d blocks of %d tokens; "
-            "free memory or raise gpu_memory_utilization for more",
-            *(room, length, blocks, size),
+            "free memory or raise %s for more",
+            *(room, length, blocks, size, plan.share_option),
         )
     held, length = blocks * block, min(room, length)
     return replace(plan, num_kv_blocks=blocks, max_model_len=length, sleeps_cache=sleeps, kv_bytes=held)
 
 
-def _checked(plan: Plan, on_card: bool) -> Plan:
+def _checked(plan: Plan, on_card: bool, quiet: bool) -> Plan:
     """The plan; ValueError on a card, a warning elsewhere, if it does not fit even where the pool wastes nothing."""
-    waste = max((item.nbytes for item in plan.items if item.name == GAPS), default=0)
-    missing = plan.peak_bytes - waste - plan.limit
-    if missing <= 0:
+    if plan.least_bytes <= plan.limit:
         return plan
     phase = max(plan.phases, key=plan.phase_bytes, default="rollout")
     held = [item for item in plan.items if item.phase in ("always", phase)]
@@ -218,20 +312,19 @@ def _checked(plan: Plan, on_card: bool) -> Plan:
         + f"; {_ways_out(phase, plan)}"
     )
     if on_card:
-        raise ValueError(message)
-    logger.warning("%s", message)
+        raise DoesNotFit(message, plan)
+    if not quiet:
+        logger.warning("%s", message)
     return plan
 
 
 def _ways_out(phase: str, plan: Plan) -> str:
-    first, last, ways = "", "take a smaller dtype", []
+    last, ways = "take a smaller dtype", []
     if phase == "training":
         ways = ["max_tokens_per_batch"]
-        if not any("one layer again" in item.name and item.nbytes for item in plan.items):
-            first = "set gradient_checkpointing, or "
     if plan.share is not None:
         ways += ["max_num_seqs", "max_model_len", "num_kv_blocks"]
     if any("AdamW's moments" in item.name and item.nbytes for item in plan.items):
         last += ", a leaner optimizer_state or offload_optimizer"
-    share = "" if plan.share in (None, 1.0) else ", or raise gpu_memory_utilization"
-    return f"{first}lower {', '.join(ways)}, or {last}{share}"
+    share = f", or raise {plan.share_option}" if plan.rule == MEMORY_LIMIT or plan.share not in (None, 1.0) else ""
+    return f"lower {', '.join(ways)}, or {last}{share}"

@@ -28,6 +28,7 @@ class Request:
     limit: int  # longest prompt + completion
     tokenizer: Tokenizer | None = None  # for the text of samples that is read while they grow
     keeps_cache: bool = False  # finished samples keep their KV, so that a later request may continue them
+    adapter: Any = None  # what computes its tokens beside the model's weights (engine/adapters.py)
     sequences: list[Sequence] = field(default_factory=list)
     num_finished: int = 0  # samples that have finished and left the engine
     num_cached_tokens: int = 0  # prompt tokens that had their KV at the first admission

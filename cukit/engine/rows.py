@@ -10,10 +10,13 @@ only the tokens are missing, and the device has those; a sequence grows when its
 
 from __future__ import annotations
 
+from collections import Counter
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 
+from .adapters import number_of
 from .copies import Outbox
 from .request import Sequence
 
@@ -30,8 +33,9 @@ FIELDS = {
     "sources": np.int32,  # the row's place in the step in flight, which draws the newest token; -1: `tokens` has it
     "positions": np.int32,
     "context_lens": np.int32,  # 0: a row that only fills the step up
+    "owners": np.int32,  # the number of the row's adapter; -1: it has none
 }
-UNUSED = {"slot_mapping": -1, "sources": -1}  # else 0
+UNUSED = {"slot_mapping": -1, "sources": -1, "owners": -1}  # else 0
 COUNTED = ("slot_mapping", "draw_positions", "positions", "context_lens")  # one more each step
 SAMPLING = ("temperature", "top_k", "top_p", "min_p")  # as in SamplingParams
 
@@ -47,6 +51,8 @@ class Rows:
         self._backend, self.capacity, self._block_size, self._vocab_size = backend, capacity, block_size, vocab_size
         self._precise = np.dtype(precise)
         self.count, self.sequences = 0, []
+        self._adapters: Counter[Any] = Counter()  # those of the rows, None for the base -> how many rows have it
+        self.adapters: tuple = ()  # those of the rows, by their numbers; None, the base, first
         padded = backend.row_bucket(capacity)
         layout, nbytes = _layout(self._precise, padded)
         self._host_bytes, self._device_bytes = np.zeros(nbytes, np.uint8), backend.empty((nbytes,), np.uint8)
@@ -89,7 +95,8 @@ class Rows:
         host.tokens[row], host.positions[row] = seq.ids[-1], length - 1
         host.context_lens[row] = host.draw_positions[row] = self._lengths[row] = length
         host.sources[row] = -1
-        host.seeds[row] = seq.seed
+        host.seeds[row], host.owners[row] = seq.seed, number_of(seq.request.adapter)
+        self._count_adapter(seq.request.adapter, 1)
         for name in SAMPLING:
             getattr(host, name)[row] = getattr(params, name)
         index, offset = divmod(length - 1, self._block_size)
@@ -112,6 +119,7 @@ class Rows:
         seq.rows, seq.row = None, -1
         self._stale.pop(seq, None)
         self._count_kinds(seq.request.params, -1)
+        self._count_adapter(seq.request.adapter, -1)
         if row < last:
             self._move(last, row)
         self.sequences.pop()
@@ -144,6 +152,12 @@ class Rows:
     def _count_kinds(self, params, change: int) -> None:
         self._num_penalised += change * (params.repetition_penalty != 1)
         self._num_delayed += change * (params.min_tokens > 0)
+
+    def _count_adapter(self, adapter: Any, change: int) -> None:
+        self._adapters[adapter] += change
+        if self._adapters[adapter] == 0:
+            del self._adapters[adapter]
+        self.adapters = tuple(sorted(self._adapters, key=number_of))
 
     def _set_stop_ids(self, row: int, stop_ids: list[int]) -> None:
         missing = len(stop_ids) - self._stop_ids.shape[1]

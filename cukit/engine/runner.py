@@ -15,12 +15,15 @@ import numpy as np
 from ..autograd import Tensor, no_grad
 from ..models.adapters import weights_in_use
 from ..models.attend import PagedDecode, PagedPrefill
+from ..models.quantized import QuantizedWeights
+from ..models.row_adapters import choosing
+from .adapters import RequestAdapters, by_owner, in_order, number_of
 from .config import EngineConfig
 from .copies import Inbox, Results
 from .request import SEED_MASK
 from .rows import SAMPLING, Rows
 from .scheduler import Span, Step
-from .shapes import CHUNK_KEYS, block_bytes
+from .shapes import CHUNK_KEYS, block_bytes, cache_dtype
 
 MOST_STEPS = 1024  # kept ready; a CPU, which rounds nothing up, meets more shapes than it is worth keeping
 
@@ -28,17 +31,19 @@ MOST_STEPS = 1024  # kept ready; a CPU, which rounds nothing up, meets more shap
 class ModelRunner:
     """Holds the KV cache and computes steps of `rows`."""
 
-    def __init__(self, model, rows: Rows, config: EngineConfig, vocab_size: int):
+    def __init__(self, model, rows: Rows, config: EngineConfig, vocab_size: int, adapters: RequestAdapters):
+        self._adapters, self._takes_adapters = adapters, config.enable_lora
         self.model, self.backend, self.rows, self.vocab_size = model, model.backend, rows, vocab_size
         self.num_blocks, self.block_size = config.num_kv_blocks, config.block_size
         self.enforce_eager = config.enforce_eager
         self.max_context_len = rows.block_tables.shape[1] * config.block_size
-        block = block_bytes(model.config, model.dtype, config.block_size)
-        self._memory = self.backend.Reservation(self.num_blocks * block)
-        self.kv = _cache_arrays(self._memory, model, self.num_blocks, self.block_size)
+        dtype = cache_dtype(config, model.dtype)
+        self._memory = self.backend.Reservation(self.num_blocks * block_bytes(model.config, dtype, config.block_size))
+        self.kv = _cache_arrays(self._memory, model.config, dtype, self.num_blocks, self.block_size)
         self._precise = self.backend.accumulator(model.dtype)
         self._wide = None  # copies of the weights as they were at the first step after weights_changed()
-        self._steps: dict[tuple[int, int], tuple] = {}  # (rows, longest context) -> (device views, the step)
+        self._quantization, self._quantized = config.quantization, None  # these stay, and are made anew in place
+        self._steps: dict[tuple, tuple] = {}  # (rows, longest context, adapters) -> (device views, the step)
         self._graphs = self.backend.Graphs()
         self._inbox = Inbox(self.backend, self.backend.row_bucket(rows.capacity), np.int32, self._precise)
 
@@ -89,6 +94,7 @@ class ModelRunner:
         """
         self._copy_blocks(step)
         rows = self.rows
+        self.load_adapters(rows.adapters)
         device, compute = self._step_for(step.num_rows, rows.longest)
         rows.upload()
         if before is not None:
@@ -96,6 +102,11 @@ class ModelRunner:
         with no_grad(), self._weights():
             drawn = compute() if rows.draw_plainly else self._decode_with_settings(device, step.num_rows)
         return self._inbox.fetch(*drawn)
+
+    def load_adapters(self, adapters) -> None:
+        """Bring adapters to the device; steps that know one that has to go are forgotten."""
+        if self._takes_adapters and (gone := set(self._adapters.load(adapters))):
+            self._steps = {key: step for key, step in self._steps.items() if gone.isdisjoint(map(number_of, key[2]))}
 
     def _copy_blocks(self, step: Step) -> None:
         if step.copies:
@@ -105,8 +116,23 @@ class ModelRunner:
     def _weights(self):
         """Within it the forward pass may use copies of the weights."""
         if self._wide is None:
-            self._wide = self.backend.WideCopies(weights_in_use(self.model))
-        return self._wide
+            self._wide = self.backend.WideCopies(self._copy_weights())
+        if self._quantized is None:
+            return self._wide
+        self._quantized.others = self._wide
+        return self._quantized
+
+    def _copy_weights(self) -> list:
+        """Quantise the weights if that is asked for; returns those that stay in use as they are."""
+        in_use = weights_in_use(self.model)
+        if self._quantization is None:
+            return in_use
+        if self._quantized is None:
+            self._quantized = QuantizedWeights(self.model, self._quantization)
+        else:
+            self._quantized.refresh()
+        replaced = self._quantized.replaced()
+        return [weight for weight in in_use if id(weight) not in replaced]
 
     # ---- rows ----
 
@@ -115,34 +141,42 @@ class ModelRunner:
         rows = self.rows
         on_device = [None if x is None else self.backend.array(x) for x in rows.draw_settings()]
         settings = [getattr(device, name)[:count] for name in (*SAMPLING, "seeds", "draw_positions")]
-        logits = _decode_logits(self.model, self.kv, device, self.max_context_len)[:count]
+        with choosing(by_owner(rows.adapters, device.owners)):
+            logits = _decode_logits(self.model, self.kv, device, self.max_context_len)[:count]
         return self.backend.sample(logits, *settings, self.vocab_size, *on_device)
 
     def _step_for(self, count: int, longest: int) -> tuple:
-        """(device views, step) for `count` rows of at most `longest` tokens; made for a power of two of chunks."""
+        """(device views, step) for `count` rows of at most `longest` tokens, with the adapters that they have; made for
+        a power of two of chunks.
+        """
         context = (1 << ((longest - 1) // CHUNK_KEYS).bit_length()) * CHUNK_KEYS
-        key = self.backend.row_bucket(count), min(context, self.max_context_len)
+        key = self.backend.row_bucket(count), min(context, self.max_context_len), self.rows.adapters
         if key not in self._steps:
             if len(self._steps) == MOST_STEPS:
                 self._steps.clear()
             self._steps[key] = self._make_step(*key)
         return self._steps[key]
 
-    def _make_step(self, rows: int, max_context_len: int) -> tuple:
+    def _make_step(self, rows: int, max_context_len: int, adapters: tuple) -> tuple:
         device = self.rows.views(rows)
         # not self, which holds the step: a cycle would keep the cache
         model, kv, vocab_size = self.model, self.kv, self.vocab_size
         settings = [getattr(device, name) for name in (*SAMPLING, "seeds", "draw_positions")]
+        of_rows = by_owner(adapters, device.owners)
 
         def step():
-            return model.backend.sample(_decode_logits(model, kv, device, max_context_len), *settings, vocab_size)
+            with choosing(of_rows):
+                logits = _decode_logits(model, kv, device, max_context_len)
+            return model.backend.sample(logits, *settings, vocab_size)
 
         return device, step if self.enforce_eager else self._graphs.graphed(step)
 
     # ---- spans ----
 
     def _prefill(self, spans: list[Span]) -> list[tuple[Span, np.ndarray, np.ndarray]]:
-        be = self.backend
+        be, spans = self.backend, sorted(spans, key=lambda span: number_of(span.sequence.request.adapter))
+        adapters = [span.sequence.request.adapter for span in spans]
+        self.load_adapters(adapters)
         starts, counts = (np.array([getattr(span, name) for span in spans], np.int32) for name in ("first", "count"))
         ends = starts + counts
         borders = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
@@ -159,7 +193,8 @@ class ModelRunner:
         tokens, positions = np.pad(tokens, (0, filling)), np.pad(positions, (0, filling))
         slots = np.pad(slots, (0, filling), constant_values=-1)
         attend = PagedPrefill(self.kv, be.array(tables), be.array(borders), be.array(ends), be.array(slots))
-        hidden = self.model.forward(be.array(tokens), be.array(positions), attend)
+        with choosing(in_order(adapters, borders)):
+            hidden = self.model.forward(be.array(tokens), be.array(positions), attend)
         drawing = [(span, int(border) - 1) for span, border in zip(spans, borders[1:], strict=True) if span.draws]
         return self._draw(hidden, *zip(*drawing, strict=True)) if drawing else []
 
@@ -203,12 +238,11 @@ class ModelRunner:
         return banned, penalty, seen
 
 
-def _cache_arrays(memory, model, num_blocks: int, block_size: int) -> list[tuple]:
+def _cache_arrays(memory, config, dtype, num_blocks: int, block_size: int) -> list[tuple]:
     """For each layer K and V of (num_blocks, block_size, K, D), side by side in `memory`."""
-    config = model.config
     shape = (num_blocks, block_size, config.num_key_value_heads, config.head_dim)
-    nbytes = math.prod(shape) * model.dtype.itemsize
-    arrays = [memory.array(index * nbytes, shape, model.dtype) for index in range(2 * config.num_hidden_layers)]
+    nbytes = math.prod(shape) * dtype.itemsize
+    arrays = [memory.array(index * nbytes, shape, dtype) for index in range(2 * config.num_hidden_layers)]
     return list(zip(arrays[::2], arrays[1::2], strict=True))
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from bisect import insort
 from dataclasses import dataclass, field
 
+from .adapters import cache_key
 from .blocks import BlockManager
 from .request import Request, Sequence
 from .rows import Rows
@@ -38,9 +39,9 @@ class Step:
 
 
 class Scheduler:
-    def __init__(self, blocks: BlockManager, rows: Rows, max_num_batched_tokens: int):
+    def __init__(self, blocks: BlockManager, rows: Rows, max_num_batched_tokens: int, max_loras: int = 1):
         self.blocks, self.rows = blocks, rows
-        self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_num_batched_tokens, self.max_loras = max_num_batched_tokens, max_loras
         self.waiting: list[Sequence] = []  # by order of arrival, preempted and forked sequences included
         self.prompts: list[Sequence] = []  # admitted, but not computed to their end; likewise
         self.held: list[Sequence] = []  # finished, with their KV kept for a continuation; oldest first
@@ -161,6 +162,17 @@ class Scheduler:
         while self.waiting and self.waiting[0].is_ready and self._num_running < self.rows.capacity:
             self.enter_row(self.waiting.pop(0))
 
+    def _has_adapter(self, seq: Sequence) -> bool:
+        """Whether the sequence's adapter may be on the device beside those of all that run. A sequence that is ready
+        may always go on: what arrived after it waits behind it, and what arrived before it has run.
+        """
+        adapter = seq.request.adapter
+        if adapter is None or not adapter.for_requests:
+            return True
+        running = {*self.rows.adapters, *(other.request.adapter for other in self.prompts)}
+        others = [one for one in running if one not in (None, adapter) and one.for_requests]
+        return len(others) < self.max_loras
+
     @property
     def _num_running(self) -> int:
         """Sequences that have a row, or will when their prompt is computed."""
@@ -169,7 +181,7 @@ class Scheduler:
     @property
     def _may_admit(self) -> bool:
         """Whether schedule() would admit the prompt that waits first."""
-        if not self.waiting or self._num_running >= self.rows.capacity:
+        if not self.waiting or self._num_running >= self.rows.capacity or not self._has_adapter(self.waiting[0]):
             return False
         return bool(self.held) or self._has_room(*self._wanted(self.waiting[0]))
 
@@ -218,7 +230,7 @@ class Scheduler:
         reserved = sum(map(num_forks, self.prompts))
         while self.waiting and budget > 0 and self.rows.capacity - self._num_running > reserved:
             seq = self.waiting[0]
-            if seq.is_ready:  # it waits for _admit_ready
+            if seq.is_ready or not self._has_adapter(seq):  # it waits for _admit_ready, or for another's end
                 break
             cached, wanted = self._wanted(seq)
             if not self._has_room(cached, wanted):
@@ -235,7 +247,7 @@ class Scheduler:
 
     def _wanted(self, seq: Sequence) -> tuple[list[int], int]:
         """The blocks that the prefix cache has for a waiting sequence, and how many more it needs."""
-        cached = [] if seq.block_table else self.blocks.match(seq.ids, seq.digests)
+        cached = [] if seq.block_table else self.blocks.match(seq.ids, seq.digests, cache_key(seq.request.adapter))
         return cached, self.blocks.blocks_for(len(seq.ids)) - len(seq.block_table) - len(cached)
 
     def _has_room(self, cached: list[int], wanted: int) -> bool:
@@ -293,7 +305,8 @@ class Scheduler:
     def _register(self, seq: Sequence) -> None:
         whole = seq.num_computed // self.blocks.block_size
         if whole > seq.num_registered:
-            self.blocks.register(seq.ids, seq.digests, seq.block_table, seq.num_registered, whole)
+            root = cache_key(seq.request.adapter)
+            self.blocks.register(seq.ids, seq.digests, seq.block_table, seq.num_registered, whole, root)
             seq.num_registered = whole
 
     def _release(self, seq: Sequence) -> None:

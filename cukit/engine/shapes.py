@@ -8,19 +8,21 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ..backend import backend_for
-from ..models.adapter_config import AdapterConfig
-from ..models.adapters import adapter_sizes
+from ..backend.card import CONTEXT_BYTES as CONTEXT_BYTES
+from ..models.adapter_config import TARGETS, AdapterConfig
+from ..models.adapters import BESIDE, adapter_columns, adapter_sizes
 from ..models.config import ModelConfig
 from ..models.decoder import Layer
+from ..models.quantized import quantized_sizes
 from .config import EngineConfig
 
 MIB = 1 << 20
-CONTEXT_BYTES = 700 * MIB  # the CUDA context, loaded kernels, cuBLAS's own memory; on an H100
 WORKSPACE_BYTES = 32 * MIB  # WORKSPACE_BYTES in backend/cuda/cublas.py
 SLAB_BYTES = 32 * MIB  # SLAB_BYTES of the arena that captured steps take their memory from
 CHUNK_KEYS = 256  # a decode step keeps one partial result for so many keys
-HEAD_ROWS = 4096  # rows of logits at a time in training: chunk_rows of ops.lm_head_logprobs
-HEAD_CHUNKS = 2  # arrays of HEAD_ROWS x vocabulary that its backward pass holds at once: logits and their gradient
+PART_ROWS, PART_CLASSES = 256, 8  # MOST_ROWS of backend/cuda/quantized.py, CLASSES of kernels/quantized.cu
+HEAD_ROWS = 4096  # rows of logits at a time in training: chunk_rows of ops.lm_head_logprobs and lm_head_loss
+HEAD_CHUNKS = 1  # arrays of HEAD_ROWS x vocabulary that they hold at once: the logits become their gradient in place
 CHECK_ROWS = 1024  # rows at which the exactness check multiplies with a vocabulary's weight
 
 
@@ -32,6 +34,7 @@ class ModelUse:
     loaded: its weights already lie on the device. head: False for a model without a vocabulary's head (value, score).
     adapter_parameters: numbers of an adapter beside frozen weights; if there are any, only they are trained.
     copied_parameters: numbers of what else an adapter's products take (merged copies of weights, zeros), in dtype.
+    adapter_columns: numbers a token that its products keep, as models.adapters has them.
     """
 
     name: str
@@ -42,9 +45,12 @@ class ModelUse:
     head: bool = True
     adapter_parameters: int = 0
     copied_parameters: int = 0
+    adapter_columns: tuple[int, int] = (0, 0)  # what the products beside a layer's weights keep: of all, of the last
+    base_on_host: bool = False  # the adapted weights of the base; a product without the adapter takes two for a moment
     gradient_bytes: int = 4  # of one number; likewise the next two. 0: there is none
     master_bytes: int | None = None  # None: 2 beside bfloat16 (the remainder), 4 beside float16; float32 is its own
     moment_bytes: float = 8  # of both
+    updated_in_backward: bool = False  # where a pass is the whole update, layers' gradients come and go
     offloaded: bool = False  # master and moments lie on the host but for those of the layer that is updated
 
 
@@ -62,12 +68,16 @@ class Item:
 
 def parameter_counts(config: ModelConfig, head: bool = True) -> tuple[int, int]:
     """(numbers in the model's dtype, numbers of norm weights, which are float32 or better), as the modules declare."""
-    vocabularies = 1 if config.tie_word_embeddings or not head or config.head == "score" else 2
     layer = Layer(config, backend_for("cpu"), "float16", 0).parameters()
     sizes = [sum(math.prod(x.shape) for x in layer if x.dtype == dtype) for dtype in (np.float16, np.float32)]
     weights, norms = (config.num_hidden_layers * size for size in sizes)
     ends = config.hidden_size * (2 if config.head == "score" else 1)  # the final norm, and a score head
-    return weights + vocabularies * config.vocab_size * config.hidden_size, norms + ends
+    return weights + _vocabularies(config, head) * config.vocab_size * config.hidden_size, norms + ends
+
+
+def _vocabularies(config: ModelConfig, head: bool) -> int:
+    """Weights of vocab_size rows: the embedding, and a head of its own."""
+    return 1 if config.tie_word_embeddings or not head or config.head == "score" else 2
 
 
 def weight_bytes(use: ModelUse, backend) -> int:
@@ -79,24 +89,47 @@ def weight_bytes(use: ModelUse, backend) -> int:
     return (weights + adapter) * dtype.itemsize + (norms + tables) * precise
 
 
-def adapted(use: ModelUse, adapter: AdapterConfig, way: str) -> ModelUse:
+def adapted(use: ModelUse, adapter: AdapterConfig, way: str, base_on_host: bool = False) -> ModelUse:
     """The same model with an adapter that is trained in place of its weights."""
     layer = Layer(use.config, backend_for("cpu"), "float16", 0)
-    factors, copies = (use.config.num_hidden_layers * count for count in adapter_sizes(layer, adapter, way))
-    return replace(use, adapter_parameters=factors, copied_parameters=copies)
+    sizes = adapter_sizes(layer, adapter, way, base_on_host)
+    factors, copies = (use.config.num_hidden_layers * count for count in sizes)
+    head = use.config.hidden_size if adapter.with_score else 0  # a score head of its own
+    columns = adapter_columns(layer, adapter) if way == BESIDE else (0, 0)
+    more = {"adapter_columns": columns, "base_on_host": base_on_host}
+    return replace(use, adapter_parameters=factors + head, copied_parameters=copies, **more)
+
+
+def _largest_linear(config: ModelConfig) -> int:
+    """Numbers of the largest weight of a layer."""
+    layer = Layer(config, backend_for("cpu"), "float16", 0).parameters()
+    return max(math.prod(x.shape) for x in layer)
 
 
 def _trained_numbers(use: ModelUse) -> int:
     return use.adapter_parameters or sum(parameter_counts(use.config, use.head))
 
 
-def _largest_bucket(use: ModelUse) -> int:
-    """Numbers of the layer or vocabulary that has most; an adapter is taken as one."""
-    config = use.config
+def _gradient_numbers(use: ModelUse, one_pass: bool) -> int:
+    """Numbers whose gradients lie side by side at the most: all, or two layers' (one is updated when the next is
+    complete) and a vocabulary's.
+    """
+    numbers, layers = _trained_numbers(use), use.config.num_hidden_layers
+    if not (use.updated_in_backward and one_pass):
+        return numbers
+    if use.adapter_parameters:
+        return min(numbers, -(-2 * numbers // layers))
+    vocabulary = use.config.vocab_size * use.config.hidden_size
+    one_layer = -(-(numbers - _vocabularies(use.config, use.head) * vocabulary) // layers)
+    return min(numbers, vocabulary + 2 * one_layer)
+
+
+def _two_buckets(use: ModelUse) -> int:
+    """Numbers of two neighbours among layers and vocabularies that have most; an adapter is taken as one."""
     if use.adapter_parameters:
         return use.adapter_parameters
-    layer = Layer(config, backend_for("cpu"), "float16", 0).parameters()
-    return max(sum(math.prod(x.shape) for x in layer), config.vocab_size * config.hidden_size)
+    layer = sum(math.prod(x.shape) for x in Layer(use.config, backend_for("cpu"), "float16", 0).parameters())
+    return min(layer + max(layer, use.config.vocab_size * use.config.hidden_size), _trained_numbers(use))
 
 
 def lasting_items(uses, backend, ranks) -> list[Item]:
@@ -111,11 +144,14 @@ def lasting_items(uses, backend, ranks) -> list[Item]:
             items.append(Item(f"{use.name}: master weights", masters))
             items.append(Item(f"{use.name}: AdamW's moments", math.ceil(numbers * use.moment_bytes) * wide))
             if use.offloaded:
-                share = _largest_bucket(use) / _trained_numbers(use)
+                share = _two_buckets(use) / _trained_numbers(use)
                 here = math.ceil(sum(item.nbytes for item in items[-2:]) * share)
                 items[-2:] = [
-                    Item(f"{use.name}: master weights and moments of one layer, from the host", here, "training")
+                    Item(f"{use.name}: master weights and moments of two layers, from the host", here, "training")
                 ]
+        if use.base_on_host:
+            nbytes = 2 * _largest_linear(use.config) * dtype.itemsize
+            items.append(Item(f"{use.name}: two weights of the base, from the host", nbytes, "training"))
     return items
 
 
@@ -124,62 +160,79 @@ def lasting_items(uses, backend, ranks) -> list[Item]:
 
 @dataclass(frozen=True)
 class LayerBytes:
-    """Bytes a token of one layer: kept between layers with recomputation, kept without, and taken for a moment by the
-    backward pass.
+    """Bytes a token of one layer, for each level of gradient_checkpointing (docs/MEMORY.md has the sums).
+
+    kept: from the forward pass until the backward pass. again: what a layer that is computed again holds beside that.
+    passing: the most that the backward pass holds for a moment beside both, in a layer that is at least as wide within
+    as attention is.
     """
 
-    residual: int
-    saved: int
-    gradients: int
+    kept: dict[str, int]
+    again: dict[str, int]
+    passing: dict[str, int]
 
     @classmethod
-    def of(cls, config: ModelConfig, dtype: np.dtype, precise: np.dtype) -> LayerBytes:
+    def of(
+        cls, config: ModelConfig, dtype: np.dtype, precise: np.dtype, columns: tuple[int, int] = (0, 0)
+    ) -> LayerBytes:
+        """columns: ModelUse.adapter_columns."""
         hidden, width = config.hidden_size, config.intermediate_size
         queries = config.num_attention_heads * config.head_dim
         qkv = queries + 2 * config.num_key_value_heads * config.head_dim
-        # What the rules of ops/ hold: two norms (their output, which the product after it holds, and the sum), qkv
-        # before and after rope, attention's output, gate and up, and their product.
-        saved = 4 * hidden + 2 * qkv + queries + 3 * width
+        # What the rules of ops/ hold: the residual stream before each half, the outputs of products and of attention …
+        products = 2 * hidden + qkv + queries + 2 * width + columns[0]
+        # … and what is cheap to make again: two norms' outputs, silu's output, and qkv after its norm and rope. Without
+        # that norm it is kept after rope alone.
+        cheap = 2 * hidden + width + (qkv if config.qk_norm else 0)
         statistics = 2 + config.num_attention_heads  # rstd of two norms, the log-sum-exp
         if config.qk_norm:
             statistics += config.num_attention_heads + config.num_key_value_heads
-        gradients = max(3 * width + 2 * hidden, 2 * qkv + queries + hidden)
-        size = dtype.itemsize
-        one = precise.itemsize
-        return cls(hidden * size + one, saved * size + statistics * one, gradients * size)
+        # On the way back through silu: the gradients of the residual stream and of silu's input and output. Its output
+        # is gone by then, or just made again.
+        passing = {"none": hidden + 2 * width, "selective": hidden + 4 * width, "full": hidden + 2 * width}
+        size, one = dtype.itemsize, precise.itemsize
+        whole, stream = (products + cheap) * size + statistics * one, (hidden + columns[1]) * size + one
+        return cls(
+            kept={"none": whole, "selective": products * size + statistics * one, "full": stream},
+            again={"none": 0, "selective": 0, "full": whole - stream},
+            passing={level: numbers * size for level, numbers in passing.items()},
+        )
 
 
-def training_items(uses, backend, tokens, gradient_checkpointing, micro_batches, ranks) -> list[Item]:
-    """The items of the moment at which training holds most; models are trained in passes of their own."""
-    gradients = sum(
-        -(-_trained_numbers(use) // ranks) * use.gradient_bytes * (backend.dtype_of(use.dtype).itemsize // 4 or 1)
-        for use in uses
-        if use.trained
-    )
+def training_items(uses, backend, tokens, level, micro_batches, ranks) -> list[Item]:
+    """The items of the moment at which training holds most; models are trained in passes of their own. level: of
+    gradient_checkpointing.
+    """
+    gradients = 0
+    for use in uses:
+        if use.trained:
+            numbers = -(-_gradient_numbers(use, micro_batches == 1) // ranks)
+            gradients += numbers * use.gradient_bytes * (backend.dtype_of(use.dtype).itemsize // 4 or 1)
     moments = []
     for use in uses:
         if use.trained:
-            found = _moments(use, backend, tokens, gradient_checkpointing, micro_batches > 1, gradients)
+            found = _moments(use, backend, tokens, level, micro_batches > 1, gradients)
             moments += [[Item(f"{use.name}: {name}", nbytes, "training") for name, nbytes in one] for one in found]
     return max(moments, key=lambda items: sum(item.nbytes for item in items))
 
 
-def _moments(use, backend, tokens, gradient_checkpointing, gradients_stay, gradients):
+def _moments(use, backend, tokens, level, gradients_stay, gradients):
     """(name, bytes) of what is held at each moment that may be the peak of a forward and backward pass."""
     config, dtype = use.config, backend.dtype_of(use.dtype)
-    layer = LayerBytes.of(config, dtype, backend.accumulator(dtype))
+    layer = LayerBytes.of(config, dtype, backend.accumulator(dtype), use.adapter_columns)
     layers, hidden = config.num_hidden_layers, tokens * config.hidden_size * dtype.itemsize
-    kept = tokens * (layer.residual if gradient_checkpointing else layer.saved)
-    one_layer = tokens * (layer.saved if gradient_checkpointing else 0)
-    # The pool cannot use the arrays kept between layers again for weights' gradients, since their sizes differ. It can
-    # use those of whole layers.
-    gaps = ("gaps where activations were", (layers - 1) * kept if gradient_checkpointing else 0)
+    kept = tokens * layer.kept[level]
+    # The pool cannot use the arrays kept between layers again for weights' gradients, since their sizes differ, nor all
+    # that a layer leaves which is computed again. It can use those of whole layers.
+    passing_by = tokens * layer.passing[level]
+    gaps = ("gaps where activations were", (layers - 1) * kept + passing_by if level == "full" else 0)
     head_gradient = config.vocab_size * config.hidden_size * use.gradient_bytes * use.head
     first = gradients if gradients_stay else min(gradients, head_gradient)
     head = min(HEAD_ROWS, tokens) * config.vocab_size * dtype.itemsize * HEAD_CHUNKS * use.head
     # The embedding's output, the last norm's sum and output; the chosen rows and their gradient.
     ends = ("activations at both ends", 5 * hidden)
-    recomputed, passing = ("one layer again", one_layer), ("gradients of activations", tokens * layer.gradients)
+    recomputed = ("one layer again", tokens * layer.again[level])
+    passing = ("gradients of activations", passing_by)
     return [
         [("activations", layers * kept), ends, ("logits", head), ("weights' gradients", first)],
         [("activations", layers * kept), ends, recomputed, passing, ("weights' gradients", first)],
@@ -199,7 +252,13 @@ def rollout_items(use: ModelUse, engine: EngineConfig, backend) -> list[Item]:
     logits = rows * config.vocab_size * dtype.itemsize
     tables = rows * -(-length // engine.block_size) * 4
     step = rows * _forward_bytes(config, dtype) + logits
-    items = [Item("engine: block tables", tables)]
+    numbers, channels, largest = _quantized(use, engine)
+    items = [Item("engine: block tables", tables), Item("engine: weights in 8 bits", numbers + 4 * channels)]
+    if engine.enable_lora:
+        layer = Layer(config, backend_for("cpu"), "float16", 0)
+        sizes = adapter_sizes(layer, AdapterConfig(engine.max_lora_rank, 1, TARGETS), BESIDE)
+        nbytes = engine.max_loras * config.num_hidden_layers * sum(sizes) * dtype.itemsize
+        items.append(Item("engine: adapters of requests", nbytes))
     prompts = prompt_tokens * _forward_bytes(config, dtype)
     if backend.name == "cuda":
         chunks = -(-length // CHUNK_KEYS)
@@ -209,15 +268,33 @@ def rollout_items(use: ModelUse, engine: EngineConfig, backend) -> list[Item]:
         phase = "rollout" if engine.enforce_eager else "always"
         items.append(Item("engine: decode step", step, phase))
         items.append(Item("engine: decode step, partial results of long rows", partials, phase))
+        items.append(Item("engine: decode step, sums of quantised products", _parts(use, engine, backend), phase))
+        one_phase = phase if rows > PART_ROWS else "rollout"
+        items.append(Item("engine: one weight of 8 bits in the model's dtype", largest * dtype.itemsize, one_phase))
         if dtype.itemsize == 2 and engine.exact != "false":
             check = (config.vocab_size * (config.hidden_size + 2 * CHECK_ROWS)) * dtype.itemsize
             prompts = max(prompts, check)
     else:
         items.append(Item("engine: decode step", step, "rollout"))
         if dtype.itemsize < 4:  # backend/numpy/linear.py's WideCopies
-            items.append(Item("engine: weights in float32", 4 * sum(parameter_counts(config, use.head)), "rollout"))
+            wide = sum(parameter_counts(config, use.head)) - numbers
+            items.append(Item("engine: weights in float32", 4 * wide, "rollout"))
     items.append(Item("engine: prompts", max(prompts, logits), "rollout"))
     return items
+
+
+def _quantized(use: ModelUse, engine: EngineConfig) -> tuple[int, int, int]:
+    """(numbers, output channels, numbers of the largest weight) of what the engine holds in 8 bits."""
+    if engine.quantization is None:
+        return 0, 0, 0
+    numbers, channels, largest = quantized_sizes(Layer(use.config, backend_for("cpu"), "float16", 0))
+    return use.config.num_hidden_layers * numbers, use.config.num_hidden_layers * channels, largest
+
+
+def _parts(use: ModelUse, engine: EngineConfig, backend) -> int:
+    """Bytes of the sums that a product with 8 bits makes before it adds them up (backend/cuda/quantized.py)."""
+    rows = min(backend.row_bucket(engine.max_num_seqs), PART_ROWS)
+    return 0 if engine.quantization is None else PART_CLASSES * rows * 2 * use.config.intermediate_size * 4
 
 
 def _forward_bytes(config: ModelConfig, dtype) -> int:
@@ -225,6 +302,11 @@ def _forward_bytes(config: ModelConfig, dtype) -> int:
     queries = config.num_attention_heads * config.head_dim
     qkv = queries + 2 * config.num_key_value_heads * config.head_dim
     return (3 * config.hidden_size + max(2 * qkv + queries, 3 * config.intermediate_size)) * dtype.itemsize
+
+
+def cache_dtype(engine: EngineConfig, dtype) -> np.dtype:
+    """What the KV cache of a model in `dtype` holds; uint8 are E4M3 codes."""
+    return np.dtype(np.uint8) if engine.kv_cache_dtype == "fp8" else np.dtype(dtype)
 
 
 def block_bytes(config: ModelConfig, dtype, block_size: int) -> int:

@@ -13,12 +13,13 @@ IDLE = (
     *("lora_dropout", "init_lora_weights", "qalora_group_size", "base_model_name_or_path", "ensure_weight_tying"),
     *("runtime_config", "alora_invocation_tokens", "loftq_config", "layers_pattern"),
 )
-READ = ("r", "lora_alpha", "target_modules", "use_rslora")
+READ = ("r", "lora_alpha", "target_modules", "use_rslora", "modules_to_save")
+SCORE = "score"  # a reward model's head, which is trained whole
+HEADS = (SCORE, "classifier")  # PEFT lists both for every sequence classifier
 # How A and B may begin: those that leave the base's weights as they are.
 PLAIN_STARTS = (None, True, False, "gaussian", "orthogonal")
 WAY_OUT = {
     "use_dora": "DoRA is not there: plain LoRA or rsLoRA is",
-    "modules_to_save": "whole modules are not trained beside an adapter",
     "target_parameters": "adapters stand at linear layers alone",
     "bias": "biases stay frozen beside an adapter",
 }
@@ -26,13 +27,16 @@ WAY_OUT = {
 
 @dataclass(frozen=True)
 class AdapterConfig:
-    """targets: those of TARGETS with an adapter, in that order. base: base_model_name_or_path, None if not known."""
+    """targets: those of TARGETS with an adapter, in that order. base: base_model_name_or_path, None if not known.
+    with_score: the score head is trained beside the factors, of a reward model (PEFT's task SEQ_CLS).
+    """
 
     r: int
     alpha: float
     targets: tuple[str, ...] = DEFAULT_TARGETS
     use_rslora: bool = False
     base: str | None = None
+    with_score: bool = False
 
     @property
     def scale(self) -> float:
@@ -50,6 +54,13 @@ class AdapterConfig:
             if name not in READ + IDLE and value and value != "none":
                 reason = WAY_OUT.get(name, f"no {name} is there")
                 raise ValueError(f"{where}: {name}={value!r:.60} cannot be taken: {reason}")
+        modules = values.get("modules_to_save") or ()
+        _require(
+            set(modules) <= set(HEADS) and (SCORE in modules or not modules),
+            f"{where}: modules_to_save={modules!r:.60} cannot be taken: whole modules are not trained beside an "
+            f"adapter, but for a reward model's {SCORE} head",
+        )
+        task = getattr(values.get("task_type"), "value", values.get("task_type"))
         start = values.get("init_lora_weights")
         _require(start in PLAIN_STARTS, f"{where}: init_lora_weights={start!r} changes the base's weights: use true")
         rank, alpha = values.get("r", 8), values.get("lora_alpha", 8)
@@ -58,7 +69,8 @@ class AdapterConfig:
         number = isinstance(alpha, (int, float)) and not isinstance(alpha, bool) and math.isfinite(alpha)
         _require(number, f"{where}: lora_alpha must be a number, got {alpha!r}")
         targets = chosen_targets(values.get("target_modules"), f"{where}: target_modules")
-        return cls(rank, alpha, targets, bool(values.get("use_rslora")), values.get("base_model_name_or_path"))
+        rest = bool(values.get("use_rslora")), values.get("base_model_name_or_path")
+        return cls(rank, alpha, targets, *rest, with_score=bool(modules) or task == "SEQ_CLS")
 
     def to_peft(self) -> dict[str, Any]:
         """adapter_config.json, as PEFT writes it."""
@@ -74,13 +86,13 @@ class AdapterConfig:
             "layers_to_transform": None,
             "lora_alpha": int(self.alpha) if float(self.alpha).is_integer() else self.alpha,
             "lora_dropout": 0.0,
-            "modules_to_save": None,
+            "modules_to_save": [SCORE] if self.with_score else None,
             "peft_type": "LORA",
             "r": self.r,
             "rank_pattern": {},
             "revision": None,
             "target_modules": list(self.targets),
-            "task_type": "CAUSAL_LM",
+            "task_type": "SEQ_CLS" if self.with_score else "CAUSAL_LM",
             "use_dora": False,
             "use_rslora": self.use_rslora,
         }

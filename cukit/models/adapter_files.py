@@ -4,6 +4,7 @@ accounted for.
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from .adapter_config import TARGETS, AdapterConfig
-from .adapters import Adapter, adapted_linears, peft_name
+from .adapters import SCORE_PART, Adapter, adapted_linears, check_head, peft_name
 from .hub import ADAPTER_CONFIG, ADAPTER_WEIGHTS, parse_name
 
 
@@ -38,7 +39,7 @@ def adapter_config(folder) -> AdapterConfig:
     config = AdapterConfig.from_peft(values, str(path))
     revision = values.get("revision")
     if revision and config.base and parse_name(config.base) and "@" not in config.base:
-        config = AdapterConfig(config.r, config.alpha, config.targets, config.use_rslora, f"{config.base}@{revision}")
+        config = replace(config, base=f"{config.base}@{revision}")
     return config
 
 
@@ -117,12 +118,35 @@ _KIND = {
     "lora_alpha": lambda config: config.alpha,
     "use_rslora": lambda config: config.use_rslora,
     "lora_target_modules": lambda config: list(config.targets),
+    "score head": lambda config: config.with_score,
 }
 
 
 def merge_into(model, folder) -> None:
-    """weights = round(W + s·B·A), in place: the model is then a plain one, of the base's size and speed."""
+    """weights = round(W + s·B·A), in place: the model is then a plain one, of the base's size and speed. A reward
+    model gets the score head that was trained.
+    """
     config, factors, be = adapter_config(folder), read_factors(folder), model.backend
+    found = check_factors(folder, factors, model, config)
+    for stem, weight in found.items():
+        wide = be.accumulator(weight.dtype)
+        a, b = (be.array(factors[f"{stem}.lora_{kind}.weight"].astype(wide)) for kind in "AB")
+        be.merge_adapter(weight, weight, a, b, config.scale)
+    if config.with_score:
+        head = model.score.weight.data
+        head[...] = be.array(factors[SCORE_PART].astype(head.dtype))
+    if wrong := model.store.non_finite():
+        raise ValueError(f"{folder}: merged weights are not finite in {model.dtype}: {'; '.join(wrong)}")
+
+
+def check_factors(folder, factors: dict[str, Any], model, config: AdapterConfig) -> dict[str, Any]:
+    """What PEFT's tensors of each adapted part begin with -> its weight. ValueError in one line for tensors that do not
+    fit the model.
+    """
+    try:
+        check_head(model, config)
+    except ValueError as error:
+        raise ValueError(f"{folder}: {error}") from None
     found = {
         peft_name(name, part): linear.weight.data[rows]
         for name, linear in adapted_linears(model, config)
@@ -131,13 +155,8 @@ def merge_into(model, folder) -> None:
     }
     shapes = {f"{stem}.lora_A.weight": (config.r, weight.shape[1]) for stem, weight in found.items()}
     shapes |= {f"{stem}.lora_B.weight": (weight.shape[0], config.r) for stem, weight in found.items()}
-    _check_names(folder, factors, shapes)
-    for stem, weight in found.items():
-        wide = be.accumulator(weight.dtype)
-        a, b = (be.array(factors[f"{stem}.lora_{kind}.weight"].astype(wide)) for kind in "AB")
-        be.merge_adapter(weight, weight, a, b, config.scale)
-    if wrong := model.store.non_finite():
-        raise ValueError(f"{folder}: merged weights are not finite in {model.dtype}: {'; '.join(wrong)}")
+    _check_names(folder, factors, shapes | ({SCORE_PART: model.score.weight.shape} if config.with_score else {}))
+    return found
 
 
 def _check_names(folder, stored: dict[str, Any], shapes: dict[str, tuple]) -> None:

@@ -6,9 +6,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..options import require
+from .fp8_config import FP8_KEYS, Fp8Files, read_fp8
 
 logger = logging.getLogger(__name__)
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+# How much of a forward pass the backward pass makes again, from the fastest to the leanest.
+LEVELS = ("none", "selective", "full")
+LEVELS_OF_BOOLS = {False: "none", True: "full"}  # as TRL and transformers say it
 ARCHITECTURES = {"Qwen3ForCausalLM": "qwen3", "Qwen2ForCausalLM": "qwen2", "LlamaForCausalLM": "llama"}
 # Reward models and critics: the decoder with a head of one number in place of the language model's.
 CLASSIFIERS = {name.replace("CausalLM", "SequenceClassification"): kind for name, kind in ARCHITECTURES.items()}
@@ -23,6 +27,7 @@ USED = (
     *("rope_theta", "rope_scaling", "rope_parameters", "original_max_position_embeddings", "tie_word_embeddings"),
     *("dtype", "torch_dtype", "eos_token_id", "bos_token_id", "pad_token_id"),
     *("id2label", "num_labels"),  # of classifiers
+    *FP8_KEYS,
     # looked at, and refused where they ask for what the decoder does not compute
     *("hidden_act", "attention_bias", "mlp_bias", "use_sliding_window", "sliding_window", "layer_types"),
     *("partial_rotary_factor",),
@@ -53,8 +58,6 @@ REFUSED: dict[str, tuple[tuple, str]] = {
     "is_encoder_decoder": ((False,), "an encoder is"),
     "add_cross_attention": ((False,), "cross attention is"),
     "pruned_heads": (({}, []), "a model with heads left out is"),
-    "quantization_config": ((), "quantised checkpoints are"),
-    "compression_config": ((), "quantised checkpoints are"),
     "dual_chunk_attention_config": ((), "attention in two chunks is"),
     "num_experts": ((0,), "mixture of experts is"),
     "num_local_experts": ((0,), "mixture of experts is"),
@@ -101,6 +104,9 @@ class ModelConfig:
     eos_token_id: int | list[int] | None = None
     bos_token_id: int | None = None
     pad_token_id: int | None = None
+    fp8: Fp8Files | None = field(
+        default=None, compare=False
+    )  # how the folder's weights are stored; a model's are plain
     raw: dict = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -154,6 +160,7 @@ class ModelConfig:
         architecture = _read_architecture(config)
         model_type = (ARCHITECTURES | CLASSIFIERS)[architecture]
         _refuse_unsupported(config, architecture, model_type)
+        fp8 = read_fp8(config)
         if unknown := sorted(set(config) - {*USED, *IGNORED, *REFUSED}):
             logger.info("config.json: not used here, nor by transformers' %s: %s", architecture, ", ".join(unknown))
         required = (
@@ -188,7 +195,8 @@ class ModelConfig:
             torch_dtype=_read_dtype(config),
             num_key_value_heads=values["num_attention_heads"] if kv_heads is None else kv_heads,
             head_dim=_read_head_dim(config, model_type),
-            raw=dict(config),
+            fp8=fp8,
+            raw={name: value for name, value in config.items() if name not in FP8_KEYS},
             **values,
         )
 

@@ -9,10 +9,10 @@ import math
 
 import numpy as np
 
-from ..autograd import Tensor, recompute
+from ..autograd import Tensor, recompute, remaking
 from ..ops import add_rms_norm, qk_norm_rope, silu_mul
 from .adapters import Adapter
-from .config import ModelConfig
+from .config import LEVELS, LEVELS_OF_BOOLS, ModelConfig
 from .heads import LanguageModelHead, ScoreHead
 from .modules import Embedding, Linear, Module, RMSNorm, declare
 from .store import Store
@@ -35,9 +35,8 @@ class Attention(Module):
     def __call__(self, x, positions, attend, rope):
         heads, kv_heads = self.config.num_attention_heads, self.config.num_key_value_heads
         q_weight, k_weight = (self.q_norm.weight, self.k_norm.weight) if self.q_norm else (None, None)
-        qkv = qk_norm_rope(
-            self.qkv_proj(x), q_weight, k_weight, *rope, positions, heads, kv_heads, self.config.rms_norm_eps
-        )
+        eps = self.config.rms_norm_eps
+        qkv = qk_norm_rope(self.qkv_proj(x), q_weight, k_weight, *rope, positions, heads, kv_heads, eps)
         return self.o_proj(attend(self.layer_index, qkv, heads, kv_heads))
 
 
@@ -49,13 +48,15 @@ class MLP(Module):
         self.gate_up_proj = Linear(backend, dtype, config.hidden_size, {"gate_proj": width, "up_proj": width})
         self.down_proj = Linear(backend, dtype, width, {"down_proj": config.hidden_size})
 
-    def __call__(self, x):
-        return self.down_proj(silu_mul(self.gate_up_proj(x)))
+    def gated(self, x):
+        """All but the last product: (T, C) -> (T, F)."""
+        return silu_mul(self.gate_up_proj(x))
 
 
 class Layer(Module):
-    """One block, between two norms. It takes its input after the input norm, beside the residual stream. The norm that
-    comes next (the next layer's, or the final one) makes the block's last addition.
+    """One block, between two norms. It takes its input after the input norm, beside the residual stream, and ends
+    before its last product, mlp.down_proj: a layer that is computed again need not repeat that. The norm that comes
+    next (the next layer's, or the final one) makes the block's last addition.
     """
 
     def __init__(self, config: ModelConfig, backend, dtype, layer_index: int):
@@ -65,18 +66,20 @@ class Layer(Module):
         self.mlp = MLP(config, backend, dtype)
 
     def __call__(self, h, residual, positions, attend, rope):
-        """h = input_layernorm(residual), both (T, C) -> (x, residual'); their sum is the next residual stream."""
+        """h = input_layernorm(residual), both (T, C) -> (x (T, F), residual'); down_proj(x) + residual' is the next
+        residual stream.
+        """
+        norm = self.post_attention_layernorm
         h = self.self_attn(h, positions, attend, rope)
-        h, residual = add_rms_norm(h, residual, self.post_attention_layernorm.weight, self.post_attention_layernorm.eps)
-        return self.mlp(h), residual
+        h, residual = add_rms_norm(h, residual, norm.weight, norm.eps)
+        return self.mlp.gated(h), residual
 
 
 class Decoder(Module):
     """A decoder-only language model or, with head="score", a model of one number a token: a reward model, a critic.
     Weights are zero until loaded (models.weights) or drawn (init_weights).
 
-    store: the flat buckets that hold all of them. gradient_checkpointing: keep only the residual stream between layers
-    for the backward pass and compute the rest again.
+    store: the flat buckets that hold all of them.
     """
 
     def __init__(self, config: ModelConfig, backend, dtype, head: str = "lm_head"):
@@ -84,7 +87,7 @@ class Decoder(Module):
             raise ValueError(f"{config.architecture} is a reward model: it has no language-model head")
         config = config.as_classifier() if head == "score" else config
         self.config, self.backend, self.dtype = config, backend, backend.dtype_of(dtype)
-        self.gradient_checkpointing, self._exact = False, "auto"
+        self._level, self._exact = "none", "auto"
         self.embed_tokens = Embedding(backend, self.dtype, config.vocab_size, config.hidden_size)
         self.layers = [Layer(config, backend, self.dtype, i) for i in range(config.num_hidden_layers)]
         self.norm = RMSNorm(backend, self.dtype, config.hidden_size, config.rms_norm_eps)
@@ -107,6 +110,10 @@ class Decoder(Module):
 
     def forward(self, tokens, positions, attend) -> Tensor:
         """tokens, positions (T,) int32 on the model's device -> hidden states (T, C) after the final norm."""
+        with remaking(self._level != "none"):
+            return self._forward(tokens, positions, attend)
+
+    def _forward(self, tokens, positions, attend) -> Tensor:
         residual = self.embed_tokens(tokens)
         h = self.layers[0].input_layernorm(residual)
         norms = [*(layer.input_layernorm for layer in self.layers[1:]), self.norm]
@@ -115,12 +122,11 @@ class Decoder(Module):
             def block(h, residual, layer=layer):
                 return layer(h, residual, positions, attend, self._rope)
 
-            if self.gradient_checkpointing:
-                again = _norm_again(layer.input_layernorm)
-                x, residual = recompute(block, self._layer_parameters[index], h, residual, first=again)
+            if self._level == "full":
+                x, residual = recompute(block, self._layer_parameters[index], h, residual)
             else:
                 x, residual = block(h, residual)
-            h, residual = add_rms_norm(x, residual, next_norm.weight, next_norm.eps)
+            h, residual = add_rms_norm(layer.mlp.down_proj(x), residual, next_norm.weight, next_norm.eps)
         return h
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -145,6 +151,21 @@ class Decoder(Module):
         self._vocab_size = min(num_ids, self.config.vocab_size)
         if self.config.head == "lm_head":
             self.lm_head.vocab_size = self._vocab_size
+
+    @property
+    def gradient_checkpointing(self) -> str:
+        """What the backward pass finds in memory: everything (none), the outputs of products and of attention and the
+        residual streams (selective), or the residual stream before each layer (full). The rest it makes again, to the
+        same bits. Setting it takes a bool too: full or none.
+        """
+        return self._level
+
+    @gradient_checkpointing.setter
+    def gradient_checkpointing(self, level: str | bool):
+        level = LEVELS_OF_BOOLS[level] if isinstance(level, bool) else level
+        if level not in LEVELS:
+            raise ValueError(f"gradient_checkpointing of a model must be one of {', '.join(LEVELS)}, got {level!r}")
+        self._level = level
 
     @property
     def exact(self) -> str:
@@ -200,11 +221,6 @@ class Decoder(Module):
             if "o_proj" in name or "down_proj" in name:
                 scale /= math.sqrt(2 * self.config.num_hidden_layers)
             self.backend.fill_normal(view, (seed ^ index << 32) & MAX_SEED, scale)
-
-
-def _norm_again(norm: RMSNorm):
-    """A function of the residual stream's array that gives the bits of norm(residual), however that was computed."""
-    return lambda residual: norm(Tensor(residual)).data
 
 
 def rope_tables(config: ModelConfig, backend, dtype):

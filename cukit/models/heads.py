@@ -1,8 +1,11 @@
 """A head computes something from a decoder's hidden states; a model may have several."""
 
+from typing import Any
+
 from ..autograd import Parameter, Tensor
-from ..ops import linear, lm_head_logprobs, score
+from ..ops import linear, lm_head_logprobs, lm_head_loss, score
 from .modules import Module, declare
+from .row_adapters import adapter_at
 
 
 class LanguageModelHead(Module):
@@ -25,20 +28,31 @@ class LanguageModelHead(Module):
         """
         return lm_head_logprobs(hidden, self.weight, targets, temperature, self.vocab_size)
 
+    def loss(self, hidden: Tensor, targets, loss_of, upstream=None, temperature: float = 1.0, on_logits=None):
+        """A loss on logprobs(…): (loss, what loss_of returns beside it, logprobs, entropy). See ops.lm_head_loss.
+
+        upstream: what backward() will begin with, if the loss is a sum of terms of single tokens: then the head's
+        gradient is made in the same pass.
+        """
+        given = temperature, self.vocab_size
+        return lm_head_loss(hidden, self.weight, targets, loss_of, upstream, *given, on_logits=on_logits)
+
 
 class ScoreHead(Module):
     """A number for each hidden state: a reward model's score, a critic's value. weight (1, C), float32 or better.
 
     It is small and decides all, so its sums and its updates are not rounded to the model's dtype; its tensor is
-    `score.weight`, as in transformers' ...ForSequenceClassification.
+    `score.weight`, as in transformers' ...ForSequenceClassification. adapter: as a Linear's.
     """
 
     def __init__(self, backend, dtype, hidden_size: int):
         self.weight = declare((1, hidden_size), backend.accumulator(dtype))
+        self.adapter: Any = None
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """hidden (N, C) -> scores (N,) in the weight's dtype."""
-        return score(hidden, self.weight)
+        adapter = adapter_at(self)
+        return score(hidden, self.weight) if adapter is None else adapter(hidden, self)
 
     def init_weights(self, seed: int | None):
         """N(0, 1/(C + 1)) drawn from `seed` (Stiennon et al. 2020, "Learning to summarize from human feedback"), or

@@ -3,10 +3,13 @@
 A declared parameter has a shape and a dtype, but no memory: a Store (store.py) gives it its memory.
 """
 
+import threading
+
 import numpy as np
 
-from ..autograd import Parameter
+from ..autograd import Parameter, Tensor
 from ..ops import embedding, linear, rms_norm
+from .row_adapters import adapter_at
 from .store import Declared
 
 
@@ -55,10 +58,32 @@ class Module:
         return {name: slice(None)}
 
 
+class Products:
+    """What may take the place of linear layers' products: `with products:` does so in this thread."""
+
+    _active = threading.local()
+
+    def __call__(self, linear: "Linear", x: Tensor) -> Tensor | None:
+        """The layer's output, None for a layer whose product stays."""
+        raise NotImplementedError
+
+    def __enter__(self):
+        Products._active.products = self
+        return self
+
+    def __exit__(self, *_):
+        Products._active.products = None
+
+    @classmethod
+    def in_use(cls) -> "Products | None":
+        return getattr(cls._active, "products", None)
+
+
 class Linear(Module):
     """y = x weightᵀ + bias; weight (out, in). parts: name -> rows, which lie one after the other in weight and bias.
 
-    adapter: computes the layer in place of the plain product (models.adapters), None without one.
+    adapter: computes the layer in place of the plain product (models.adapters), None without one. A pass may have
+    others (models.row_adapters).
     """
 
     def __init__(self, backend, dtype, in_features: int, parts: dict[str, int], bias: bool = False):
@@ -69,9 +94,15 @@ class Linear(Module):
         self.adapter = None
 
     def __call__(self, x):
-        if self.adapter is not None and self.adapter.on:
-            return self.adapter(x, self)
-        return linear(x, self.weight, self.bias)
+        if (products := Products.in_use()) is not None and (y := products(self, x)) is not None:
+            return y
+        adapter = adapter_at(self)
+        return self.plain(x) if adapter is None else adapter(x, self)
+
+    def plain(self, x):
+        """The product without an adapter."""
+        weight = self.weight if self.adapter is None else self.adapter.base_weight(self)
+        return linear(x, weight, self.bias)
 
     def _parts_of(self, name):
         """A part's name takes the place of the module's: self_attn.qkv_proj.bias -> self_attn.q_proj.bias, …"""

@@ -1,5 +1,7 @@
 """Scores of whole sequences by a model with a score head: the number at the last token of each packed row."""
 
+from dataclasses import replace
+
 import numpy as np
 
 from ..autograd import Tensor, no_grad
@@ -17,6 +19,12 @@ def last_tokens(sequences, pad_token_id: int | None = None) -> list[int]:
     if pad_token_id is None:
         return [len(ids) - 1 for ids in sequences]
     return [int(np.flatnonzero(np.asarray(ids) != pad_token_id).max(initial=0)) for ids in sequences]
+
+
+def set_padding(model, pad_token_id: int) -> None:
+    """Say in the model's configuration which trailing tokens do not count."""
+    raw = model.config.raw | {"pad_token_id": pad_token_id}
+    model.config = replace(model.config, pad_token_id=pad_token_id, raw=raw)
 
 
 def packed_scores(model, packed: PackedTokens, *rows) -> tuple[Tensor, ...]:

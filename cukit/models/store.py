@@ -68,12 +68,12 @@ class Slot:
 
 
 class Bucket:
-    """Parameters side by side in one array: data (size,); grad (size,) or None."""
+    """Parameters side by side in one array: data (size,); grad (size,) or None. layer: the name of theirs."""
 
     origin = 0  # where it begins in the whole of which it is a part
 
-    def __init__(self, backend, parameters: list[Parameter]):
-        self.backend, self.dtype = backend, np.dtype(parameters[0].dtype)
+    def __init__(self, backend, parameters: list[Parameter], layer: str = ""):
+        self.backend, self.dtype, self.layer = backend, np.dtype(parameters[0].dtype), layer
         self.slots, end = [], 0
         for parameter in parameters:
             self.slots.append(Slot(self, parameter, -(-end // ALIGNMENT) * ALIGNMENT))
@@ -137,7 +137,7 @@ class Store:
             parameter.name = name
             key = _layer_of(name), np.dtype(parameter.dtype), len(parameter.shape) > 1
             groups.setdefault(key, []).append(parameter)
-        self.buckets = [Bucket(backend, group) for group in groups.values()]
+        self.buckets = [Bucket(backend, group, key[0]) for key, group in groups.items()]
 
     def part_views(self, flat_of: Callable[[Bucket], Any] = lambda bucket: bucket.data) -> dict[str, Any]:
         """Part name -> its view in the array that flat_of(bucket) gives; left out where that is None."""

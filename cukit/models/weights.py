@@ -1,6 +1,7 @@
 """Hugging Face checkpoints: safetensors (one file or sharded) <-> a Decoder's parameters, every key accounted for."""
 
 import json
+import logging
 import os
 from pathlib import Path
 
@@ -10,12 +11,16 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from ..backend import backend_for
-from .adapter_files import base_of, is_adapter, merge_into, save_adapter
+from ..options import say_once
+from .adapter_files import adapter_config, base_of, is_adapter, merge_into, save_adapter
 from .config import ModelConfig
 from .decoder import Decoder
+from .fp8_files import decoded, read_raw
 from .hub import INDEX, WEIGHTS, fetch_model
 
+logger = logging.getLogger(__name__)
 STORED_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+GIVE_CAUSAL = "give a causal model here, and reward models as reward_funcs"
 EMBEDDING = "model.embed_tokens.weight"
 
 
@@ -27,7 +32,10 @@ def load_config(folder, head: str | None = None) -> ModelConfig:
     """
     source = model_folder(folder, weights=False)
     if is_adapter(source):
-        return load_config(base_of(source), head)
+        with_score = adapter_config(source).with_score
+        if with_score and head == "lm_head":
+            raise ValueError(f"{folder} holds the adapter of a reward model: {GIVE_CAUSAL}")
+        return load_config(base_of(source), "score" if with_score else head)
     path = source / "config.json"
     if not path.is_file():
         raise ValueError(f"{folder} holds no config.json: give the folder of a Hugging Face model")
@@ -38,8 +46,7 @@ def load_config(folder, head: str | None = None) -> ModelConfig:
     config = ModelConfig.from_json(raw)
     if head == "lm_head" and config.head == "score":
         raise ValueError(
-            f"{folder} holds a reward model ({config.architecture}), which has no language-model head: give a causal "
-            "model here, and reward models as reward_funcs"
+            f"{folder} holds a reward model ({config.architecture}), which has no language-model head: {GIVE_CAUSAL}"
         )
     return config.as_classifier() if head == "score" else config
 
@@ -58,11 +65,13 @@ def load_model(folder, device="cpu", dtype="auto", head="lm_head", score_seed: i
     one ValueError that names every tensor that is missing, unexpected or of the wrong shape, or holds NaN or infinity.
     """
     if is_adapter(source := model_folder(folder, weights=False)):
+        load_config(source, head)
         model = load_model(base_of(source), device, dtype, head, score_seed)
         merge_into(model, source)
         return model
     config, backend = load_config(folder, head), backend_for(device)
     sources = _tensor_sources(model_folder(folder))
+    codes = _fp8_codes(folder, config, sources)
     model = Decoder(config, backend, dtype, head)
     targets = model.parts()
     if load_config(folder).head != head:
@@ -73,11 +82,17 @@ def load_model(folder, device="cpu", dtype="auto", head="lm_head", score_seed: i
     if config.tie_word_embeddings and "lm_head.weight" in sources and head == "lm_head":
         # some files store the head again: it must be the same
         expected["lm_head.weight"] = targets[EMBEDDING]
-    _check_names_and_shapes(folder, sources, expected)
+    _check_names_and_shapes(folder, sources, expected, codes)
     for path in {path: None for path, _, _ in sources.values()}:
         with safe_open(path, framework="np") as file:
             for name in file.keys():
-                if name in targets:
+                if name not in targets:
+                    continue
+                if name in codes:
+                    scale = read_raw(*codes[name])
+                    numbers = decoded(name, read_raw(path, name), scale, config.fp8.block)
+                    backend.store_weights(targets[name], backend.array(numbers, model.backend.accumulator(model.dtype)))
+                else:
                     _fill(backend, targets[name], file.get_tensor(name))
     if wrong := model.store.non_finite():
         raise ValueError(
@@ -92,6 +107,21 @@ def load_model(folder, device="cpu", dtype="auto", head="lm_head", score_seed: i
                 "set it to false in config.json"
             )
     return model
+
+
+def _fp8_codes(folder, config: ModelConfig, sources: dict) -> dict[str, tuple[Path, str]]:
+    """Name of each tensor of FP8 codes -> (file, name) of its scale; the scales are taken out of sources."""
+    if config.fp8 is None:
+        return {}
+    files = {name: path for name, (path, _, _) in sources.items()}
+    scales = config.fp8.take_scales(sources)
+    if scales:
+        say_once(
+            logger,
+            f"{folder}: FP8 weights ({config.fp8.method}) are brought to the model's dtype; activations are not "
+            "quantised",
+        )
+    return {name: (files[scale], scale) for name, scale in scales.items()}
 
 
 def _fill(backend, target, stored):
@@ -217,7 +247,7 @@ def _shards(folder: Path) -> dict:
     return {folder / file: names for file, names in files.items()}
 
 
-def _check_names_and_shapes(folder, sources, targets):
+def _check_names_and_shapes(folder, sources, targets, codes):
     ignored = {name for name in sources if name.endswith("rotary_emb.inv_freq")}
     problems = []
     if missing := targets.keys() - sources.keys():
@@ -228,7 +258,7 @@ def _check_names_and_shapes(folder, sources, targets):
         _, shape, dtype = sources[name]
         if shape != targets[name].shape:
             problems.append(f"{name} has shape {list(shape)}, config.json says {list(targets[name].shape)}")
-        if dtype not in STORED_DTYPES:
+        if dtype not in STORED_DTYPES and name not in codes:
             problems.append(f"{name} is stored as {dtype}; F32, F16 and BF16 are read")
     if problems:
         raise ValueError(

@@ -8,7 +8,7 @@ from .attention import attention
 from .elementwise import clip, exp, index_rows, log, log_sigmoid, maximum, minimum, where
 from .embedding import embedding
 from .linear import linear
-from .loss import lm_head_logprobs, token_logprobs
+from .loss import lm_head_logprobs, lm_head_loss, token_logprobs
 from .norm import add_rms_norm, rms_norm
 from .policy_loss import policy_loss
 from .ppo_loss import ppo_loss
@@ -27,6 +27,7 @@ __all__ = [
     "linear_beside",
     "linear_merged",
     "lm_head_logprobs",
+    "lm_head_loss",
     "log",
     "log_sigmoid",
     "maximum",

@@ -8,7 +8,7 @@ gradient has the weight's size. For merged that is a straight-through estimate: 
 from dataclasses import dataclass
 from typing import Any
 
-from ..autograd import Parameter, Tensor, record
+from ..autograd import Kept, Parameter, Remade, Tensor, record
 
 
 @dataclass(eq=False, slots=True)
@@ -27,7 +27,7 @@ class Factors:
     up: Any
     blocks: list[tuple[slice, slice, slice]]
 
-    def add_gradients(self, dy, x, u):
+    def add_gradients(self, dy, x: Kept | Remade, u):
         """Add the gradients of a and b; dy (T, O), x (T, I), u = x downᵀ. Returns du = dy up (T, P·r)."""
         be = self.a.backend
         if (db := self.b.grad_buffer()) is not None:
@@ -37,7 +37,7 @@ class Factors:
                 db[own] += wide[rows, columns] * self.scale
         du = be.linear_backward_input(dy, self.up)
         if (da := self.a.grad_buffer()) is not None:
-            be.linear_backward_weight(da, du, x)
+            x.use(lambda array: be.linear_backward_weight(da, du, array))
         return du
 
 
@@ -46,12 +46,12 @@ def linear_beside(x: Tensor, w: Parameter, factors: Factors, bias: Parameter | N
 
     Saves x and x downᵀ.
     """
-    be = x.backend
+    be, saved, has_gradient = x.backend, x.saved, x.requires_grad
     y, u = be.linear_beside_forward(x.data, w.data, factors.down, factors.up, None if bias is None else bias.data)
 
     def rule(dy):
-        du = factors.add_gradients(dy, x.data, u)
-        dx = be.linear_beside_backward_input(dy, w.data, du, factors.down) if x.requires_grad else None
+        du = factors.add_gradients(dy, saved, u)
+        dx = be.linear_beside_backward_input(dy, w.data, du, factors.down) if has_gradient else None
         return dx, None, None
 
     return record(y, (x, factors.a, factors.b), rule)
@@ -62,11 +62,11 @@ def linear_merged(x: Tensor, merged, factors: Factors, bias: Parameter | None = 
 
     Saves x.
     """
-    be = x.backend
+    be, saved, has_gradient = x.backend, x.saved, x.requires_grad
 
     def rule(dy):
-        factors.add_gradients(dy, x.data, be.linear_forward(x.data, factors.down))
-        return be.linear_backward_input(dy, merged) if x.requires_grad else None, None, None
+        saved.use(lambda x: factors.add_gradients(dy, Kept(x), be.linear_forward(x, factors.down)))
+        return be.linear_backward_input(dy, merged) if has_gradient else None, None, None
 
     return record(
         be.linear_forward(x.data, merged, None if bias is None else bias.data), (x, factors.a, factors.b), rule

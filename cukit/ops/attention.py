@@ -8,8 +8,10 @@ def attention(qkv: Tensor, cu_seqlens, num_heads: int, num_kv_heads: int) -> Ten
 
     qkv (T, (H + 2K)·D), cu_seqlens (B + 1,) int32 from 0 to T -> (T, H·D). Saves qkv, o and the log-sum-exp (T, H).
     """
-    be = qkv.backend
+    be, saved = qkv.backend, qkv.saved
     o, lse = be.attention_forward(qkv.data, cu_seqlens, num_heads, num_kv_heads)
-    return record(
-        o, (qkv,), lambda do: (be.attention_backward(do, qkv.data, o, lse, cu_seqlens, num_heads, num_kv_heads),)
-    )
+
+    def rule(do):
+        return (be.attention_backward(do, saved.array(), o, lse, cu_seqlens, num_heads, num_kv_heads),)
+
+    return record(o, (qkv,), rule)

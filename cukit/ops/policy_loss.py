@@ -27,6 +27,13 @@ MAX_LOG_RATIO = 20.0  # exp(20) = 4.9e8, and its square, are far inside float32
 # the order of the statistics that policy_loss returns
 STATS = ("clip_low", "clip_high", "clip_count", "kl", "num_tokens", "extreme", "off_policy")
 
+TOKEN_KINDS = ("clip", "cispo", "sapo")  # a token's term is its own; any other kind is taken to need whole sequences
+
+
+def needs_sequences(kind: str, level: str, off_policy_threshold: float | None) -> bool:
+    """Whether a token's term, or its gradient, depends on other tokens of its sequence."""
+    return level != "token" or kind not in TOKEN_KINDS or off_policy_threshold is not None
+
 
 def policy_loss(
     new_logps,

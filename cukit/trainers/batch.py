@@ -202,6 +202,7 @@ class Rows:
     last: int
     has_gradient: bool = True
     serves: str | None = None  # the one model that this pass trains, of several
+    within: slice | None = None  # see part()
 
     def __getattr__(self, name):
         if name not in LEARNT_COLUMNS:
@@ -213,9 +214,14 @@ class Rows:
         """These rows' part of a column of learnt tokens."""
         return column[self._learnt]
 
+    def part(self, within: slice | None) -> Rows:
+        """Some of the learnt tokens, for their columns alone; None: all of them."""
+        return replace(self, within=within)
+
     @property
     def _learnt(self) -> slice:
-        return slice(*self.batch.cu_learnt[[self.first, self.last]].tolist())
+        start, stop = self.batch.cu_learnt[[self.first, self.last]].tolist()
+        return slice(start, stop) if self.within is None else slice(start + self.within.start, start + self.within.stop)
 
     def __len__(self) -> int:
         return self.last - self.first

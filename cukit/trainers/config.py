@@ -8,7 +8,8 @@ import math
 from typing import Any, ClassVar
 
 from ..datasets.config import RowOptions
-from ..models.config import DTYPES
+from ..engine.config import MemoryOptions
+from ..models.config import DTYPES, LEVELS, LEVELS_OF_BOOLS
 from ..options import (
     LARGEST_SEED,
     Options,
@@ -22,6 +23,8 @@ from ..options import (
 from ..parallel.config import ParallelOptions, num_processes
 from .evaluation_config import BestModelOptions
 from .lora_config import LoraOptions
+from .memory_config import OPTIMIZER_STATES as OPTIMIZER_STATES
+from .memory_config import StateOptions
 
 logger = logging.getLogger(__name__)
 EXCLUSIVE: tuple[tuple[str, ...], ...] = (
@@ -30,7 +33,6 @@ EXCLUSIVE: tuple[tuple[str, ...], ...] = (
     ("eval_strategy", "eval_steps"),
     ("dtype", "bf16", "fp16"),
 )
-OPTIMIZER_STATES = ("float32", "bfloat16", "int8")
 DASHBOARDS = ("trackio", "wandb", "tensorboard")
 SCHEDULES = ("linear", "cosine", "constant", "constant_with_warmup")
 
@@ -61,20 +63,15 @@ class TrainerConfig(Options):
     max_tokens_per_batch: int = option(
         16384, "most tokens in one forward pass; only splits the work", group="device and memory"
     )
-    gradient_checkpointing: bool = option(
-        True, "recompute activations in the backward pass to save memory", group="device and memory"
-    )
-    optimizer_state: str = option(
-        "float32",
-        "AdamW's two moments of matrices: float32 (8 bytes a parameter), bfloat16 (4) or int8 (2)",
-        OPTIMIZER_STATES,
+    gradient_checkpointing: str = option(
+        "full",
+        "what the backward pass makes again to save memory: nothing, what is cheap, or all but the stream between "
+        "layers; auto: the fastest that fits; true is full, false none",
+        (*LEVELS, "auto"),
         "device and memory",
+        bools=(LEVELS_OF_BOOLS[False], LEVELS_OF_BOOLS[True]),
     )
-    offload_optimizer: bool = option(
-        False,
-        "keep AdamW's moments and master weights in the host's memory, a layer's on the GPU while it is updated",
-        group="device and memory",
-    )
+    states: StateOptions = nested(StateOptions)
     seed: int = option(42, "seed of initial weights, data order and sampling")
     learning_rate: float = option(5e-5, "peak learning rate of AdamW")
     lr_scheduler_type: str = option("linear", "learning rate after the warm-up", SCHEDULES)
@@ -110,6 +107,7 @@ class TrainerConfig(Options):
     eval_strategy: str = option("no", "when to evaluate during training", ("no", "steps", "epoch"), "evaluation")
     eval_steps: int | None = option(None, "steps between evaluations (eval_strategy=steps)", group="evaluation")
     eval_on_start: bool = option(False, "evaluate before the first and after the last step", group="evaluation")
+    memory: MemoryOptions = nested(MemoryOptions)
     lora: LoraOptions = nested(LoraOptions)
     best: BestModelOptions = nested(BestModelOptions)
     rows: RowOptions = nested(RowOptions)
@@ -159,6 +157,16 @@ class TrainerConfig(Options):
         require(
             not self.zero_stage or self.optimizer_state != "int8",
             "optimizer_state=int8 has blocks that zero_stage=1 would cut; give optimizer_state=bfloat16",
+        )
+        require(
+            self.num_processes == 1 or not self.optimizer_in_bwd,
+            f"optimizer_in_bwd=true updates a layer before the gradients of {self.num_processes} processes are added "
+            "up; leave it out",
+        )
+        require(
+            self.max_grad_norm == 0 or not self.optimizer_in_bwd,
+            f"optimizer_in_bwd=true updates a layer before the gradient's norm is known, so that max_grad_norm="
+            f"{self.max_grad_norm:g} cannot clip it: give max_grad_norm=0 too",
         )
         self._resolve_dtype()
         self._check_dashboards()

@@ -6,6 +6,7 @@ GRPO: Shao et al. 2024 ("DeepSeekMath"); DAPO: Yu et al. 2025; Dr. GRPO: Liu et 
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,14 +14,14 @@ import numpy as np
 from ..autograd import Tensor, no_grad
 from ..datasets.sampler import EpochSampler
 from ..models.decoder import Decoder
-from ..models.logprobs import packed_logprobs
+from ..models.logprobs import packed_logprobs, predicting_states
 from ..ops.policy_loss import STATS
 from .batch import PackedBatch, Rows
 from .curriculum import CurriculumSampler
 from .entropy import EntropyBonus, high_entropy
 from .group_generation import GroupGeneration
 from .grpo_config import GRPOConfig
-from .loss import OWN, built_in_loss, load_loss
+from .loss import OWN, built_in_loss, is_by_token, is_ours, load_loss
 from .policy_trainer import PolicyTrainer
 
 
@@ -103,13 +104,26 @@ class GRPOTrainer(PolicyTrainer):
 
     def compute_loss(self, rows: Rows) -> tuple[Tensor, dict[str, np.ndarray]]:
         with nullcontext() if rows.has_gradient else no_grad():
-            logprobs, entropy = packed_logprobs(self.model, rows.tokens, self.args.temperature)
-            loss, extra = self.policy_loss(logprobs, rows)
-            extra = extra | {"tokens": np.asarray(rows.num_learnt), "entropy": entropy.data.sum()}
-            if self.args.loss_options.has_entropy_bonus:
-                extra |= {"policy_loss": loss.data} | self._chosen_entropy(entropy.data, rows)
-                loss = self._with_entropy(loss, entropy, rows)
-        return loss, extra | self.sampling_sums(logprobs.data, rows)
+            hidden = predicting_states(self.model, rows.tokens)
+            loss, extra, logprobs, entropy = self.model.lm_head.loss(
+                hidden, rows.targets, partial(self._loss_of, rows), self._known_upstream(), self.args.temperature
+            )
+        extra = extra | {"tokens": np.asarray(rows.num_learnt), "entropy": entropy.sum()}
+        if self.args.loss_options.has_entropy_bonus:
+            extra |= self._chosen_entropy(entropy, rows)
+        return loss, extra | self.sampling_sums(logprobs, rows)
+
+    def _loss_of(self, rows: Rows, logprobs: Tensor, entropy: Tensor, part: slice | None) -> tuple[Tensor, dict]:
+        """The loss of some of the rows' tokens, and {name: array}."""
+        rows = rows.part(part)
+        loss, extra = self.policy_loss(logprobs, rows)
+        if not self.args.loss_options.has_entropy_bonus:
+            return loss, extra
+        return self._with_entropy(loss, entropy, rows), extra | {"policy_loss": loss.data}
+
+    def _known_upstream(self) -> Any:
+        """For a head's loss in one pass: where the loss is known token by token, which a subclass's may not be."""
+        return self.upstream if is_ours(self.policy_loss) and is_by_token(self.loss_function, self.args) else None
 
     def policy_loss(self, logprobs: Tensor, rows: Rows) -> tuple[Tensor, dict[str, np.ndarray]]:
         """The loss of some rows of an optimizer batch, a scalar Tensor, and {name: array} for step_metrics.

@@ -1,13 +1,15 @@
 """Options of GRPO; names, defaults and meaning are TRL's."""
 
+import logging
 from typing import Any
 
-from ..options import check_range, nested, option, require
+from ..options import check_range, nested, option, require, say_once
 from .config import EXCLUSIVE
 from .loss_config import LOSS_TYPES as LOSS_TYPES
 from .loss_config import AdvantageOptions, LossOptions
 from .policy_config import PolicyConfig
 
+logger = logging.getLogger(__name__)
 CURRICULA = ("none", "solved", "never", "both")
 
 
@@ -85,6 +87,21 @@ class GRPOConfig(PolicyConfig):
             not (self.sync_ref_model and self.beta == 0), "sync_ref_model needs a reference model: set beta above 0"
         )
         self._check_generation_size()
+        self._correct_roundings()
+
+    def _correct_roundings(self) -> None:
+        """Where the engine rounds what training does not, importance correction is on unless it was given."""
+        name, loss = "vllm_importance_sampling_correction", self.loss_options
+        if not self.engine.roundings or name in self.given or loss.loss_type == "vespo":
+            return
+        loss.vllm_importance_sampling_correction = True
+        loss.check_correction()
+        rounded = ", ".join(f"{option}={getattr(self.engine, option)}" for option in self.engine.roundings)
+        say_once(
+            logger,
+            f"{rounded}: completions come from other numbers than training's, so {name} is on "
+            f"({loss.vllm_importance_sampling_mode}); it costs a forward pass a step",
+        )
 
     def _check_generation_size(self) -> None:
         """What must divide what."""

@@ -24,6 +24,15 @@ class LoraOptions(Options):
         "the weight, which is faster and takes its memory",
         ("beside", "merged"),
     )
+    lora_base_on_host: bool = option(
+        False,
+        "with lora_way=merged: keep the adapted weights of the base in the host's memory, so that the GPU holds the "
+        "merged copies alone",
+    )
+
+    lora_adapter_path: str | None = option(
+        None, "begin with the adapter of this folder instead of a new one; its rank, scale and layers hold"
+    )
 
     def __post_init__(self) -> None:
         check_range(self, "lora_r", 1)
@@ -34,23 +43,32 @@ class LoraOptions(Options):
             "than sampling",
         )
         chosen_targets(self.lora_target_modules, "lora_target_modules")
+        require(
+            self.lora_way == "merged" or not self.lora_base_on_host,
+            "lora_base_on_host=true needs lora_way=merged: beside multiplies with the base's weights all the time",
+        )
         if not self.use_peft:
             idle = sorted(name for name in self.given if name not in ("use_peft", "lora_dropout"))
             changed = [name for name in idle if getattr(self, name) not in (type(self).options()[name].default, None)]
             require(not changed, f"without use_peft there is no use for {', '.join(changed)}: give use_peft=true too")
 
-    def adapter(self, base: str | None) -> AdapterConfig:
-        """The adapter that the options ask for. base: the name of its model."""
+    def adapter(self, base: str | None, head: str = "lm_head") -> AdapterConfig:
+        """The adapter that the options ask for. base: the name of its model; head: what it ends with."""
         targets = chosen_targets(self.lora_target_modules, "lora_target_modules")
-        return AdapterConfig(self.lora_r, self.lora_alpha, targets, self.use_rslora, base)
+        return AdapterConfig(self.lora_r, self.lora_alpha, targets, self.use_rslora, base, head == "score")
 
 
-def peft_options(config: Any) -> dict[str, Any]:
-    """A peft.LoraConfig (or a dict of its fields) as these options; peft itself is not needed. ValueError in one line
-    for what is not there.
+def peft_options(config: Any, head: str = "lm_head") -> dict[str, Any]:
+    """A peft.LoraConfig (or a dict of its fields) as these options; peft itself is not needed. head: of the model that
+    is trained. ValueError in one line for what is not there.
     """
     values = config if isinstance(config, dict) else config.to_dict() if hasattr(config, "to_dict") else vars(config)
     adapter = AdapterConfig.from_peft(values, "peft_config")
+    require(
+        head == "score" or not adapter.with_score,
+        "peft_config: a score head (task_type SEQ_CLS, or modules_to_save) is a reward model's: use RewardTrainer, or "
+        "task_type CAUSAL_LM",
+    )
     start = values.get("init_lora_weights", True)
     require(start is True, f"peft_config: init_lora_weights={start!r} is not there: true is (Kaiming uniform, B zeros)")
     return {

@@ -11,10 +11,12 @@ batch are added up. A user's arrays are sums over the tokens of a pass; metrics 
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from ..autograd import Tensor
 from ..ops import policy_loss
+from ..ops.policy_loss import needs_sequences
 from ..options import require
 from ..user_code import line_in, load_function, one_line
 from .loss_config import LOSS_TYPES
@@ -22,11 +24,62 @@ from .loss_config import LOSS_TYPES
 OWN = "loss/"  # before the names of what a user's loss returns besides
 
 
+def first_gradient(model, scale: float = 1.0):
+    """What the backward pass of a loss will begin with, the loss scale, as an array () that the head knows before."""
+    gradient = model.backend.zeros((), model.backend.accumulator(model.dtype))
+    gradient += scale
+    return gradient
+
+
+def backward(loss: Tensor, upstream) -> None:
+    """loss.backward(upstream). upstream, a first_gradient, becomes NaN where the loss is not finite: so is every
+    gradient then, and the update is skipped.
+    """
+    gradient = loss.data * 0 + upstream
+    if gradient.shape == () and gradient.dtype == upstream.dtype:
+        upstream[...] = gradient
+        gradient = upstream  # the very array: ops.lm_head_loss
+    loss.backward(gradient)
+
+
+def compute_and_backward(trainer, micro_batch, scale: float, around: AbstractContextManager) -> tuple[Tensor, dict]:
+    """What trainer.compute_loss(micro_batch) gives, after scale times its gradients were added to the weights'.
+
+    trainer.upstream is known while it runs, unless it is a user's: that may do anything with a loss. around: entered
+    for the backward pass, if there is one.
+    """
+    upstream = first_gradient(trainer.model, scale)
+    trainer.upstream = upstream if is_ours(trainer.compute_loss) else None
+    try:
+        loss, extra = trainer.compute_loss(micro_batch)
+    finally:
+        trainer.upstream = None
+    if loss.requires_grad:
+        with around:
+            backward(loss, upstream)
+    return loss, extra
+
+
+def is_ours(function) -> bool:
+    """Whether a function or method is one of this package's."""
+    return (getattr(function, "__module__", None) or "").startswith("cukit.")
+
+
+def is_by_token(loss_function, args) -> bool:
+    """Whether the loss is a sum of terms of single tokens, so that the head makes its gradient in one pass
+    (ops.lm_head_loss). A user's may be anything.
+    """
+    return loss_function is built_in_loss and not _by_sequence(args)
+
+
+def _by_sequence(args) -> bool:
+    kind = LOSS_TYPES[args.loss_type]
+    return needs_sequences(kind, args.importance_sampling_level, args.off_policy_mask_threshold)
+
+
 def built_in_loss(logprobs, rows, args):
     """The loss of TRL's loss_type and what belongs to it, and {"stats": the sums that ops.policy_loss.STATS names}."""
     options, kind = args.loss_options, LOSS_TYPES[args.loss_type]
-    level, threshold = args.importance_sampling_level, args.off_policy_mask_threshold
-    by_sequence = level != "token" or kind == "vespo" or threshold is not None
     loss, stats = policy_loss(
         logprobs,
         rows.logprobs,
@@ -39,13 +92,13 @@ def built_in_loss(logprobs, rows, args):
         delta=args.delta,
         beta=options.kl_in_loss,
         bias_kl=args.use_bias_correction_kl,
-        cu_seqlens=rows.cu_learnt if by_sequence else None,
-        level=level,
+        cu_seqlens=rows.cu_learnt if _by_sequence(args) else None,
+        level=args.importance_sampling_level,
         coefficients=_coefficients(kind, args),
         kl_estimator=options.estimates_kl_by,
         factors=_factors(rows),
         sampled=rows.sampled,
-        off_policy_threshold=threshold,
+        off_policy_threshold=args.off_policy_mask_threshold,
     )
     return loss, {"stats": stats}
 

@@ -107,7 +107,7 @@ class LossOptions(Options):
         check_range(self, "top_entropy_quantile", 0, 1)
         check_range(self, "entropy_coef_max", self.entropy_coef_min)
         self._check_kl()
-        self._check_correction()
+        self.check_correction()
         self._warn()
 
     def _check_kl(self) -> None:
@@ -119,7 +119,8 @@ class LossOptions(Options):
             "use_bias_correction_kl is for the KL in the loss, and use_kl_in_reward takes it from there; give only one",
         )
 
-    def _check_correction(self) -> None:
+    def check_correction(self) -> None:
+        """The bounds of importance correction, where it is on."""
         if not self.vllm_importance_sampling_correction:
             return
         low, high = self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max

@@ -3,7 +3,7 @@
 from typing import Any, ClassVar
 
 from ..datasets.config import PromptOptions
-from ..engine.config import EngineConfig, SamplingOptions, SamplingParams
+from ..engine.config import LORA_OPTIONS, EngineConfig, SamplingOptions, SamplingParams
 from ..options import check_range, flat_values, nearest, nested, option, require
 from ..rewards.config import RewardLimits
 from .config import TrainerConfig
@@ -59,7 +59,7 @@ class PolicyConfig(TrainerConfig):
         group="environment",
     )
     prompts: PromptOptions = nested(PromptOptions)
-    engine: EngineConfig = nested(EngineConfig, without=("seed",))
+    engine: EngineConfig = nested(EngineConfig, without=("seed", *LORA_OPTIONS))
 
     @classmethod
     def respelled(cls, values: dict[str, Any]) -> dict[str, Any]:

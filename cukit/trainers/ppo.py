@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -80,7 +81,6 @@ class PPOTrainer(PolicyTrainer):
             for name, view in critic.parts().items():
                 if name in own:
                     view[...] = own[name]
-        critic.gradient_checkpointing = self.args.gradient_checkpointing
         return critic
 
     def _critic_config(self, policy: ModelConfig) -> ModelConfig:
@@ -162,37 +162,49 @@ class PPOTrainer(PolicyTrainer):
 
     def compute_loss(self, rows: Rows) -> tuple[Tensor, dict[str, np.ndarray]]:
         """The loss of policy and critic, or of the one that this pass serves."""
-        args, tokens, hidden = self.args, rows.tokens, None
-        entropy_coef, beta, advantages = args.entropy_coef, args.beta, rows.advantages
+        tokens = rows.tokens
         if rows.serves == CRITIC:
-            logprobs, entropy, entropy_coef, beta = Tensor(rows.logprobs), Tensor(rows.logprobs), 0.0, 0.0
-            advantages = advantages * 0
-        else:
-            with nullcontext() if self.learns(POLICY) else no_grad():
-                hidden = predicting_states(self.model, tokens)
-                logprobs, entropy = self.model.lm_head.logprobs(hidden, rows.targets, args.temperature)
+            known = Tensor(rows.logprobs)
+            loss, stats = self._loss_of(rows, self.values(tokens), known, known)
+            return loss, {CRITIC: stats}
+        learns, served = self.learns(POLICY), (POLICY,) if rows.serves == POLICY else (POLICY, CRITIC)
+        with nullcontext() if learns else no_grad():
+            hidden = predicting_states(self.model, tokens)
         values = Tensor(rows.values) if rows.serves == POLICY else self.values(tokens, hidden)
-        loss, stats = ppo_loss(
+        loss_of, given = partial(self._loss_of, rows, values), (hidden, rows.targets)
+        if learns:
+            loss, stats, logprobs, _ = self.model.lm_head.loss(*given, loss_of, self.upstream, self.args.temperature)
+        else:
+            with no_grad():
+                found, entropy = self.model.lm_head.logprobs(*given, self.args.temperature)
+            loss, stats = loss_of(found, entropy)
+            logprobs = found.data
+        return loss, {name: stats for name in served} | self.sampling_sums(logprobs, rows)
+
+    def _loss_of(
+        self, rows: Rows, values: Tensor, logprobs: Tensor, entropy: Tensor, part: slice | None = None
+    ) -> tuple[Tensor, Any]:
+        """PPO's loss of the rows' tokens, or of some, and its sums. values: of all; constant where part is given."""
+        args, own, to_critic, to_policy = self.args, rows.part(part), rows.serves == CRITIC, rows.serves == POLICY
+        beta = 0.0 if to_critic else args.beta
+        return ppo_loss(
             logprobs,
-            values,
+            values if part is None else Tensor(values.data[part]),
             entropy,
-            rows.logprobs,
-            rows.values,
-            rows.ref_logprobs if beta else None,
-            advantages,
-            rows.returns,
-            rows.weights,
+            own.logprobs,
+            own.values,
+            own.ref_logprobs if beta else None,
+            own.advantages * 0 if to_critic else own.advantages,
+            own.returns,
+            own.weights,
             eps_low=args.cliprange,
             eps_high=args.cliprange if args.cliprange_high is None else args.cliprange_high,
             dual_clip=args.dual_clip,
-            vf_coef=0.0 if rows.serves == POLICY else args.vf_coef,
+            vf_coef=0.0 if to_policy else args.vf_coef,
             cliprange_value=args.cliprange_value,
-            entropy_coef=entropy_coef,
+            entropy_coef=0.0 if to_critic else args.entropy_coef,
             beta=beta,
         )
-        served = (POLICY, CRITIC) if rows.serves is None else (rows.serves,)
-        sums = {name: stats for name in served}
-        return loss, sums if rows.serves == CRITIC else sums | self.sampling_sums(logprobs.data, rows)
 
     def step_metrics(self, sums: dict) -> dict:
         if self._on_policy:

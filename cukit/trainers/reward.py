@@ -8,7 +8,7 @@ margins: Touvron et al. 2023, "Llama 2"; centring: Eisenstein et al. 2023, "Help
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from ..autograd import Tensor
 from ..datasets.preferences import Pair, encode_pairs
 from ..models.decoder import Decoder
 from ..models.logprobs import PackedTokens, batches_by_tokens, pack_tokens
-from ..models.scores import packed_scores, score_rows
+from ..models.scores import packed_scores, score_rows, set_padding
 from ..models.weights import load_model
 from ..ops import log_sigmoid
 from .reward_config import RewardConfig
@@ -72,8 +72,7 @@ class RewardTrainer(RowTrainer):
         """The model, with the tokenizer's padding id in its configuration: transformers reads scores before padding."""
         model = load_model(folder, device, dtype, self.head, self.args.seed)
         if (pad := self.tokenizer.pad_token_id) is not None:
-            raw = model.config.raw | {"pad_token_id": pad}
-            model.config = replace(model.config, pad_token_id=pad, raw=raw)
+            set_padding(model, pad)
         return model
 
     def prepare_rows(self, rows: list[dict], name: str) -> list[Pair]:

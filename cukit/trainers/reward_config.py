@@ -1,6 +1,6 @@
 """Options of reward models' training; names, defaults and meaning are TRL's."""
 
-from ..options import check_range, option, require
+from ..options import check_range, option
 from .config import TrainerConfig
 
 
@@ -21,9 +21,5 @@ class RewardConfig(TrainerConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(
-            not self.use_peft,
-            "use_peft is not there for reward models, whose score head must be trained too: train the whole model",
-        )
         check_range(self, "max_length", 1)
         check_range(self, "center_rewards_coefficient", 0)

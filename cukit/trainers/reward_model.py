@@ -16,9 +16,10 @@ from ..datasets.demonstrations import check_ids, with_end
 from ..datasets.preferences import turn_end
 from ..engine.shapes import ModelUse
 from ..hub import parse_name
+from ..models.adapter_files import is_adapter
 from ..models.decoder import Decoder
-from ..models.scores import sequence_scores
-from ..models.weights import load_config, load_model, model_folder
+from ..models.scores import sequence_scores, set_padding
+from ..models.weights import load_config, load_model, model_folder, tokenizer_folders
 from ..rewards.loader import is_reward_name
 from ..runs.checkpoint import newest_model
 from ..tokenizer import Tokenizer
@@ -78,10 +79,12 @@ class RewardModel:
     ) -> None:
         """Read the weights onto the policy's device, in its dtype. tokenizer: the policy's; max_tokens: of a pass."""
         folder = model_folder(self.source)
-        self.tokenizer, self.max_tokens = Tokenizer.from_folder(folder), max_tokens
+        self.tokenizer, self.max_tokens = Tokenizer.from_folder(*tokenizer_folders(folder)), max_tokens
         self.template_arguments = chat_template_kwargs or {}
         self.shares_ids = self.tokenizer.same_as(tokenizer)
         self.model = load_model(folder, policy.backend.name, policy.dtype, "score")
+        if is_adapter(folder) and (pad := self.tokenizer.pad_token_id) is not None:
+            set_padding(self.model, pad)  # as in its training; its base's configuration may not say so
         self._turn_end: Ids | None = None
 
     def __call__(

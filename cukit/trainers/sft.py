@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -14,7 +15,6 @@ from ..datasets.sampler import pack_bins
 from ..models.decoder import Decoder
 from ..models.logprobs import predicting_states
 from ..models.weights import load_config
-from ..ops import lm_head_logprobs
 from .batch import PackedBatch, Rows
 from .config import SFTConfig
 from .row_trainer import RowTrainer
@@ -92,24 +92,23 @@ class SFTTrainer(RowTrainer):
         return batch.to(be)
 
     def compute_loss(self, rows: Rows) -> tuple[Tensor, dict[str, np.ndarray]]:
-        tokens = rows.tokens
-        hidden = predicting_states(self.model, tokens)
-        head = self.model.lm_head.weight
-        logprobs, entropy = lm_head_logprobs(hidden, head, tokens.targets, 1.0, self.model.vocab_size)
-        return -(logprobs * rows.weights).sum(), {
-            "entropy": entropy.data.sum(),
-            "learnt": np.asarray(rows.num_learnt),
-            "correct": self._count_correct(hidden.data, tokens.targets),
-        }
+        correct: list[Any] = []  # targets that are the most probable token, chunk by chunk
 
-    def _count_correct(self, hidden: np.ndarray, targets: np.ndarray, chunk_rows: int = 4096) -> np.ndarray:
-        """How many targets are the most probable token (an extra product with the head, without the tape)."""
-        be, head, limit = self.model.backend, self.model.lm_head.weight.data, self.model.vocab_size
-        starts = range(0, len(targets), chunk_rows)
-        parts = [slice(start, start + chunk_rows) for start in starts]
-        return sum(
-            (be.linear_forward(hidden[part], head)[:, :limit].argmax(axis=1) == targets[part]).sum() for part in parts
+        def count_correct(logits: Any, part: slice) -> None:
+            correct.append((logits[:, : self.model.vocab_size].argmax(axis=1) == rows.targets[part]).sum())
+
+        def cross_entropy(logprobs: Tensor, entropy: Tensor, part: slice | None) -> tuple[Tensor, None]:
+            return -(logprobs * rows.part(part).weights).sum(), None
+
+        hidden = predicting_states(self.model, rows.tokens)
+        loss, _, _, entropy = self.model.lm_head.loss(
+            hidden, rows.targets, cross_entropy, self.upstream, on_logits=count_correct
         )
+        return loss, {
+            "entropy": entropy.sum(),
+            "learnt": np.asarray(rows.num_learnt),
+            "correct": sum(correct),
+        }
 
     def step_metrics(self, sums: dict) -> dict:
         count = max(float(sums["learnt"]), 1.0)

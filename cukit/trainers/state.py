@@ -49,6 +49,10 @@ def make_optimizer(model: Decoder | ValueHead, args, ranks: Ranks | None = None)
     on_host = model.store.backend.name == "cpu"
     if args.offload_optimizer and on_host:
         say_once(logger, "offload_optimizer changes nothing on a CPU, where all memory is the host's")
+    if args.optimizer_in_bwd and model.dtype == np.float16:
+        raise ValueError(
+            "optimizer_in_bwd=true goes without a loss scale, which float16 needs: train in bfloat16, or leave it out"
+        )
     return kind(
         model.trained_store,
         args.learning_rate,

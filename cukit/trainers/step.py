@@ -8,6 +8,8 @@ from __future__ import annotations
 import logging
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -16,8 +18,11 @@ from ..autograd import Tensor
 from ..datasets.sampler import EpochSampler
 from ..models.decoder import Decoder
 from ..optim import AdamW, learning_rate_factor
+from ..options import say_once
 from ..runs.metrics import Timer
 from .config import TrainerConfig
+from .in_backward import UpdateInBackward
+from .loss import compute_and_backward
 from .ranks import Ranks
 from .state import POLICY, TrainedModel
 
@@ -32,6 +37,7 @@ class Steps(ABC):
 
     args: TrainerConfig
     also_named: ClassVar[dict[str, str]] = {}  # a metric's second name in TRL -> the metric
+    upstream: Any = None  # what the backward pass of compute_loss's loss will begin with, where that is known before
     ranks: Ranks
     models: dict[str, TrainedModel]
     sampler: EpochSampler
@@ -96,8 +102,8 @@ class Steps(ABC):
         try:
             micro_batches, metrics = self.make_batch(self.global_step)
             self.raise_if_stopped()  # the batch may be cut short
-            with self.timer("train"):
-                loss, sums, has_gradient = self._accumulate(micro_batches)
+            with self.timer("train"), self._updates_in(run, micro_batches) as in_backward:
+                loss, sums, has_gradient = self._accumulate(micro_batches, in_backward)
         except BaseException:
             self.sampler.load_state(before[0])
             self.num_tokens = before[1]
@@ -105,7 +111,7 @@ class Steps(ABC):
                 optimizer.zero_grad()
             raise
         with self.timer("train"), run.update():
-            update = self._update(run, has_gradient)
+            update = self._update(run, has_gradient, in_backward)
             self.global_step += 1
         self.evaluation_due = self._evaluates_now(int(self.sampler.epochs_done) > epochs_before)
         metrics |= self.step_metrics(sums) | {"loss": loss} | update
@@ -115,41 +121,62 @@ class Steps(ABC):
         tokens = metrics.pop("step_tokens", 0)
         return metrics | times | {"tokens_per_second": tokens / max(times["step_time"], 1e-9)}
 
-    def _accumulate(self, micro_batches: list) -> tuple[float, dict, bool]:
+    @contextmanager
+    def _updates_in(self, run: Run, micro_batches: list) -> Iterator[UpdateInBackward | None]:
+        """The update that the backward pass makes layer by layer, None where it makes none."""
+        if not self.args.optimizer_in_bwd:
+            yield None
+            return
+        if len(micro_batches) > 1:
+            say_once(
+                logger,
+                f"an update of {len(micro_batches)} passes keeps its gradients to the last one, as without "
+                "optimizer_in_bwd; with a larger max_tokens_per_batch it is one pass",
+            )
+            yield None
+            return
+        chosen = [one for name, one in self.models.items() if self.learns(name) and one.optimizer is not None]
+        with run.update():  # what it leaves half done cannot be saved
+            yield UpdateInBackward([(one.optimizer, self._rate_of(one)) for one in chosen])
+
+    def _rate_of(self, one: TrainedModel) -> float:
+        """A model's learning rate in this step."""
+        args, warmup = self.args, self.args.num_warmup_steps(self.total_steps)
+        factor = learning_rate_factor(args.lr_scheduler_type, self.global_step, self.total_steps, warmup)
+        return one.peak_rate(args) * factor
+
+    def _accumulate(self, micro_batches: list, in_backward: UpdateInBackward | None = None) -> tuple[float, dict, bool]:
         """Forward and backward of every micro-batch -> (loss, sums of the arrays on the host, was there a gradient).
 
         micro_batches: this rank's; the rest is of all ranks.
         """
         sums, has_gradient = self.ranks.total(
-            lambda: self._passes(micro_batches), self.models, self.args.fast_reduction
+            lambda: self._passes(micro_batches, in_backward), self.models, self.args.fast_reduction
         )
         return float(sums.pop("loss", 0.0)), sums, has_gradient
 
-    def _passes(self, micro_batches: list) -> tuple[dict, bool]:
+    def _passes(self, micro_batches: list, in_backward: UpdateInBackward | None) -> tuple[dict, bool]:
         """Forward and backward of each -> (sums of the arrays on the host, was there a gradient)."""
         be, has_gradient, scale = self.model.backend, False, self._loss_scale
         sums: dict[str, Any] = {}
         for micro_batch in micro_batches:
-            loss, extra = self.compute_loss(micro_batch)
-            if loss.requires_grad:
-                has_gradient = True
-                loss.backward(loss.data * 0 + scale)
+            updating = nullcontext() if in_backward is None else in_backward.updating()
+            loss, extra = compute_and_backward(self, micro_batch, scale, updating)
+            has_gradient |= loss.requires_grad
             for name, value in (extra | {"loss": loss.data}).items():
                 combine = np.maximum if name.startswith("max/") else np.add
                 sums[name] = combine(sums[name], value) if name in sums else value
         # the step's one wait for the device
         return {name: be.to_numpy(value).astype(np.float64) for name, value in sums.items()}, has_gradient
 
-    def _update(self, run: Run, has_gradient: bool) -> dict:
-        """Step every optimizer; returns the metrics of the update.
+    def _update(self, run: Run, has_gradient: bool, in_backward: UpdateInBackward | None) -> dict:
+        """Step every optimizer that has not been stepped in_backward; returns the metrics of the update.
 
         A step with nothing to learn changes nothing: no weight, no moment, no count of Adam's. The learning rate goes
         by the steps of the run all the same, so that it ends where the schedule says.
         """
-        args, optimizers = self.args, self._optimizers
-        warmup = args.num_warmup_steps(self.total_steps)
-        factor = learning_rate_factor(args.lr_scheduler_type, self.global_step, self.total_steps, warmup)
-        metrics = {"grad_norm": 0.0, "learning_rate": args.learning_rate * factor}
+        optimizers, stepped = self._optimizers, {} if in_backward is None else in_backward.end()
+        metrics = {"grad_norm": 0.0, "learning_rate": self._rate_of(self.models[POLICY])}
         applied, skipped, scale = False, False, self._loss_scale
         for name, one in self.models.items() if has_gradient else ():
             optimizer = one.optimizer
@@ -158,14 +185,13 @@ class Steps(ABC):
                 optimizer.zero_grad()
                 continue
             optimizer.loss_scale = scale
-            norm, updated = optimizer.step(one.peak_rate(args) * factor)
+            norm, updated = stepped.get(optimizer) or optimizer.step(self._rate_of(one))
             applied |= updated
             skipped |= not math.isfinite(norm)
             metrics["grad_norm" if name == POLICY else f"grad_norm/{name}"] = norm
             if not math.isfinite(norm):
-                logger.warning(
-                    "step %d: the gradient is not finite (norm %s); the update was skipped", self.global_step + 1, norm
-                )
+                what = "such layers were not updated" if optimizer in stepped else "the update was skipped"
+                logger.warning("step %d: the gradient is not finite (norm %s); %s", self.global_step + 1, norm, what)
         if applied:
             if self.model.adapter is not None:
                 self.model.adapter.refresh()

@@ -14,11 +14,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
+from ..backend import backend_for
 from ..backend.states import MOMENT_BYTES
 from ..datasets.columns import dataset_rows
 from ..datasets.sampler import EpochSampler
 from ..engine.config import EngineConfig
-from ..engine.memory import Plan, plan_memory
+from ..engine.fitting import TRAINING, Search, search
+from ..engine.memory import DoesNotFit, Plan, hold_memory, plan_memory
 from ..engine.shapes import ModelUse, adapted
 from ..models.decoder import Decoder
 from ..models.weights import load_model, model_folder, save_model, tokenizer_folders
@@ -69,7 +71,7 @@ class Trainer(Steps):
         peft_config: Any = None,
     ):
         self.ranks = Ranks()
-        args = with_peft(args, peft_config)
+        args = with_peft(args, peft_config, self.head)
         check_packages(args.report_to or [])
         self.args, self.callbacks = args, list(callbacks)
         self.run_folder: Path | None = None
@@ -80,6 +82,7 @@ class Trainer(Steps):
             chosen if chosen != "auto" else given for chosen, given in ((device, args.device), (dtype, args.dtype))
         )
         self.model_name = None if isinstance(model, Decoder) else str(model)
+        hold_memory(model.backend if isinstance(model, Decoder) else backend_for(device), args.memory.nbytes)
         if isinstance(model, Decoder):
             if processing_class is None:
                 raise ValueError("a model that is already loaded needs its tokenizer: give processing_class")
@@ -90,7 +93,6 @@ class Trainer(Steps):
             self.tokenizer = processing_class or Tokenizer.from_folder(*tokenizer_folders(folder))
             model = self.load_model(folder, device, dtype)
         put_adapter(model, args, self.model_name)
-        model.gradient_checkpointing = args.gradient_checkpointing
         model.limit_vocabulary(self.tokenizer.vocab_size)
         self.models = self.make_models(model)
         self.train_rows = self.read_rows(train_dataset, "train_dataset")
@@ -101,7 +103,13 @@ class Trainer(Steps):
         elif args.evaluates != "no":
             raise ValueError(f"eval_strategy={args.evaluates} needs an eval_dataset")
         self.total_steps = self.count_steps()
-        self.plan = self.plan_memory()
+        try:
+            self.plan = self.plan_memory()
+        except DoesNotFit as error:
+            raise DoesNotFit(f"{error}; {self.search_options().line()}", error.plan) from None
+        for trained in self.models.values():
+            if isinstance(trained.model, Decoder):
+                trained.model.gradient_checkpointing = self.plan.level
         self.global_step, self.num_tokens = 0, 0
         self.evaluations: list[tuple[int, dict]] = []
         self.evaluation_due = False
@@ -172,6 +180,7 @@ class Trainer(Steps):
         states: dict[str, Any] = {"moment_bytes": MOMENT_BYTES[self.args.optimizer_state], "offloaded": offloaded}
         shared_by = self.args.num_processes if self.args.zero_stage else 1
         states["gradient_bytes"] = 4 * shared_by  # the planner's ranks share gradients too; ZeRO-1's each hold all
+        states["updated_in_backward"] = self.args.optimizer_in_bwd
         return plan_memory(
             [replace(use, **states) if use.trained else use for use in (trained, *more)],
             engine,
@@ -179,8 +188,21 @@ class Trainer(Steps):
             max_tokens_per_batch=most,
             gradient_checkpointing=self.args.gradient_checkpointing,
             ranks=shared_by,
+            memory_limit=self.args.memory.nbytes,
             **sizes,
         )
+
+    def search_options(self) -> Search:
+        """Which options would make the run fit."""
+
+        def plan_of(args: TrainerConfig) -> Plan:
+            before, self.args = self.args, args
+            try:
+                return self.plan_memory(quiet=True)
+            finally:
+                self.args = before
+
+        return search(self.args, plan_of, TRAINING)
 
     @abstractmethod
     def count_steps(self) -> int:

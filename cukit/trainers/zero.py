@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from ..models.store import PIECES, Bucket
-from ..optim import BUCKET_KEY, AdamW
+from ..optim import AdamW
 from ..parallel.group import Group
 
 
@@ -69,20 +69,15 @@ class ShardedAdamW(AdamW):
         in_order = sums.swapaxes(0, 1).reshape(len(shards), PIECES)
         return math.sqrt(be.sum_in_order(in_order)) / self.loss_scale
 
-    def _update(self, lr: float, grad_scale: float) -> None:
-        self.step_count += 1
-        for index, bucket in enumerate(self.store.buckets):
-            if not (runs := bucket.runs(self._decays)):
-                continue
-            key, state = (self.seed + index * BUCKET_KEY) % 2**64, self._state(bucket)
-            with state.on_device() as arrays:
-                for decays, elements in runs:
-                    part = self._shards[bucket].own(elements)
-                    if part.start < part.stop:
-                        decay = self.weight_decay if decays else 0.0
-                        state.update(arrays, part, lr, *self.betas, self.eps, decay, self.step_count, grad_scale, key)
-            del arrays  # before the next layer's come
-            self._group.all_gather(bucket.data, what="weights")
+    def _runs(self, bucket: Bucket) -> list[tuple[bool, slice]]:
+        own = [(decays, self._shards[bucket].own(elements)) for decays, elements in super()._runs(bucket)]
+        return [(decays, part) for decays, part in own if part.start < part.stop]
+
+    def _update_buckets(self, buckets: list[Bucket], lr: float, grad_scale: float) -> None:
+        super()._update_buckets(buckets, lr, grad_scale)
+        for bucket in buckets:
+            if super()._runs(bucket):
+                self._group.all_gather(bucket.data, what="weights")
 
     # ---- checkpoints ----
 

@@ -2,6 +2,8 @@
 notes, without a GPU.
 """
 
+from contextlib import nullcontext
+
 import pytest
 
 pytest.importorskip("cupy", reason="steps are captured through CuPy")
@@ -42,6 +44,7 @@ def stream(monkeypatch):
     notes.clear()
     stream = Stream()
     monkeypatch.setattr(graph, "_stream", lambda: stream)
+    monkeypatch.setattr(graph, "early_launches", nullcontext)
     return stream
 
 

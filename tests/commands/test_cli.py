@@ -82,7 +82,31 @@ def test_yaml_gives_the_same_as_options(options, tmp_path):
 
 def test_flags_need_no_value(options):
     assert options("sft", "--packing", "--gradient_checkpointing", "false")["packing"] is True
-    assert options("sft", "--gradient_checkpointing", "no")["gradient_checkpointing"] is False
+    assert options("sft", "--gradient_checkpointing", "no")["gradient_checkpointing"] == "none"
+
+
+@pytest.mark.parametrize(
+    "words, level",
+    [([], "full"), (["--packing"], "full"), (["true"], "full"), (["false"], "none"), (["0"], "none"), (["On"], "full"),
+     (["none"], "none"), (["selective"], "selective"), (["auto"], "auto"), (["full", "--packing"], "full")],
+)  # fmt: skip
+@pytest.mark.parametrize("command", ["sft", "grpo", "ppo", "reward", "bench grpo", "bench ppo", "bench train"])
+def test_a_level_may_be_a_bool(options, command, words, level):
+    """As it was before there were levels, and as TRL spells it: also without a value."""
+    if "--packing" in words and command != "sft":
+        words = [word for word in words if word != "--packing"]
+    assert options(*command.split(), "--gradient_checkpointing", *words)["gradient_checkpointing"] == level
+
+
+def test_an_unknown_level_is_refused():
+    assert SFTConfig().gradient_checkpointing == SFTConfig(gradient_checkpointing=True).gradient_checkpointing == "full"
+    config = SFTConfig(gradient_checkpointing="auto")
+    config.gradient_checkpointing = False
+    assert config.gradient_checkpointing == "none"
+    with pytest.raises(ValueError, match="must be one of none, selective, full, auto, got 'ful'"):
+        SFTConfig(gradient_checkpointing="ful")
+    with pytest.raises(ValueError, match="gradient_checkpointing must be text, got 1"):
+        SFTConfig(gradient_checkpointing=1)
 
 
 @pytest.mark.parametrize(

@@ -311,10 +311,10 @@ def plans(monkeypatch):
 
     def answered(*question):
         asked.append(question)
-        return SimpleNamespace(table=lambda: "weights  1 GB\ncache    2 GB")
+        return SimpleNamespace(level="none", table=lambda: "weights  1 GB\ncache    2 GB")
 
     monkeypatch.setattr(
-        "cukit.engine.memory.plan_memory", lambda uses, engine, backend: answered(uses, engine, backend.name)
+        "cukit.engine.memory.plan_memory", lambda uses, engine, backend, **_: answered(uses, engine, backend.name)
     )
     plan = lambda self, *uses, **sizes: answered(self.model.config, self.model.dtype, self.args)  # noqa: E731
     for trainer in (Trainer, SFTTrainer, GRPOTrainer):

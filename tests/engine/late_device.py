@@ -89,4 +89,4 @@ class LateDevice:
 
 
 LATE = ("download", "host_buffer", "newest_tokens", "update_block_tables", "upload")
-WAITING = ("array", "copy_blocks", "to_numpy")
+WAITING = ("array", "copy_blocks", "synchronize", "to_numpy")

@@ -29,6 +29,7 @@ def card(total: int = 80 * GB, free: int | None = None):
         dtype_of=cpu.dtype_of,
         accumulator=cpu.accumulator,
         memory_info=lambda: (total - CONTEXT_BYTES if free is None else free, total),
+        memory_limit=lambda: None,
     )
 
 

@@ -340,7 +340,7 @@ def test_a_steady_step_costs_the_same_calls_for_any_number_of_rows():
     def calls_of(num_rows):
         llm = make_llm(max_num_seqs=num_rows, block_size=32, num_kv_blocks=2 * num_rows)
         be = llm.model.backend
-        llm.core.runner._make_step = lambda rows, context: (
+        llm.core.runner._make_step = lambda rows, *_: (
             llm.core.rows.views(rows),
             lambda: (be.zeros((rows,), np.int32), be.zeros((rows,), np.float64)),
         )

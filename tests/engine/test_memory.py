@@ -13,6 +13,7 @@ from cukit.engine import memory
 from cukit.engine.config import EngineConfig
 from cukit.engine.memory import plan_memory
 from cukit.engine.shapes import CONTEXT_BYTES, ModelUse, block_bytes, parameter_counts
+from cukit.models.config import LEVELS
 from engine.shapes import GB, SHAPE, bytes_of, card, cpu
 
 LARGER = replace(SHAPE, hidden_size=2048, intermediate_size=6144)  # Qwen3-1.7B
@@ -56,7 +57,7 @@ def test_an_adapter_is_trained_alone():
 
 
 def test_one_pass_an_update_holds_few_gradients_beside_the_activations():
-    one, many = (planned(micro_batches=count, gradient_checkpointing=False) for count in (1, 2))
+    one, many = (planned(micro_batches=count, gradient_checkpointing="none") for count in (1, 2))
     vocabulary = SHAPE.vocab_size * SHAPE.hidden_size * 4
     assert bytes_of(one, "weights' gradients") == vocabulary < bytes_of(many, "weights' gradients")
     # few tokens: the peak is the end of the backward pass, with all gradients
@@ -67,10 +68,11 @@ def test_one_pass_an_update_holds_few_gradients_beside_the_activations():
 
 def test_recomputation_and_fewer_tokens_hold_less():
     peaks = [
-        planned(max_tokens_per_batch=tokens, gradient_checkpointing=again).peak_bytes
-        for tokens, again in ((16_384, False), (8_192, False), (16_384, True), (8_192, True), (1, True))
-    ]
-    assert peaks == sorted(peaks, reverse=True) and peaks[0] > 2 * peaks[2]
+        planned(max_tokens_per_batch=tokens, gradient_checkpointing=level).peak_bytes
+        for tokens, level in ((16_384, "none"), (16_384, "selective"), (8_192, "none"), (8_192, "selective"),
+                              (16_384, "full"), (8_192, "full"), (1, "full"))
+    ]  # fmt: skip
+    assert peaks == sorted(peaks, reverse=True) and peaks[0] > 2 * peaks[4]
     assert planned(longest_sequence=20_000) == planned(max_tokens_per_batch=20_000)  # a longer row stands alone
 
 
@@ -124,14 +126,14 @@ def test_a_cache_that_fits_stays_awake_and_one_that_does_not_sleeps():
     engine = EngineConfig(max_num_seqs=64, max_model_len=2048)
     large = plan_memory(POLICY, engine, card(), max_tokens_per_batch=16_384)
     assert not large.sleeps_cache and large.num_kv_blocks == 64 * 128
-    small = plan_memory(POLICY, engine, card(24 * GB), max_tokens_per_batch=16_384)
+    small = plan_memory(POLICY, engine, card(225 * GB // 10), max_tokens_per_batch=16_384)
     assert small.sleeps_cache and small.num_kv_blocks > 2 * (small.limit - small.phase_bytes("training")) // 1_835_008
     assert small.peak_bytes <= small.limit and small.phase_bytes("training") < small.phase_bytes("rollout")
     assert "sleeps in training" in small.table()
-    middle = plan_memory(POLICY, engine, card(29 * GB), max_tokens_per_batch=16_384)
+    middle = plan_memory(POLICY, engine, card(275 * GB // 10), max_tokens_per_batch=16_384)
     awake = (middle.limit - middle.phase_bytes("training")) // 1_835_008
     assert middle.sleeps_cache and 1.4 * awake < middle.num_kv_blocks < 2 * awake
-    given = plan_memory(POLICY, replace(engine, num_kv_blocks=6000), card(24 * GB), max_tokens_per_batch=16_384)
+    given = plan_memory(POLICY, replace(engine, num_kv_blocks=6000), card(225 * GB // 10), max_tokens_per_batch=16_384)
     assert given.sleeps_cache and given.num_kv_blocks == 6000
 
 
@@ -170,7 +172,7 @@ def test_e7_the_cpu_takes_a_share_of_what_is_free_and_four_gigabytes_of_cache_at
 @pytest.mark.parametrize(
     ("engine", "options", "words"),
     [
-        (EngineConfig(), {"gradient_checkpointing": False}, "set gradient_checkpointing"),
+        (EngineConfig(), {"gradient_checkpointing": "none"}, ", or set gradient_checkpointing=full"),
         (EngineConfig(), {"max_tokens_per_batch": 131_072}, "lower max_tokens_per_batch"),
         (None, {"max_tokens_per_batch": 262_144}, "lower max_tokens_per_batch"),
         (EngineConfig(num_kv_blocks=20_000), {}, "num_kv_blocks"),
@@ -181,6 +183,80 @@ def test_a_run_that_cannot_fit_is_refused_with_a_way_out(engine, options, words)
         plan_memory(POLICY, engine, card(24 * GB), **({"max_tokens_per_batch": 16_384} | options))
     assert words in str(caught.value) and "\n" not in str(caught.value)
     assert ("gpu_memory_utilization" in str(caught.value)) == (engine is not None)
+
+
+def test_the_error_names_the_fastest_level_that_fits():
+    """None at all where another level would not help either."""
+    sizes = {"max_tokens_per_batch": 16_384}
+
+    def error(gigabytes, level, **more):
+        with pytest.raises(memory.DoesNotFit) as caught:
+            plan_memory(POLICY, None, card(gigabytes * GB), gradient_checkpointing=level, **sizes, **more)
+        return str(caught.value)
+
+    assert error(30, "none").endswith("set gradient_checkpointing=selective")
+    assert error(20, "none").endswith("set gradient_checkpointing=full")
+    assert error(20, "selective").endswith("set gradient_checkpointing=full")
+    for level in LEVELS:
+        assert "gradient_checkpointing" not in error(8, level)
+    assert "gradient_checkpointing" not in error(8, "auto")
+    assert "gradient_checkpointing" not in error(30, "none", quiet=True), "a search tries levels itself"
+
+
+def test_auto_takes_the_fastest_level_that_fits():
+    def plan(gigabytes, engine=None, level="auto"):
+        return plan_memory(
+            POLICY, engine, card(gigabytes * GB), gradient_checkpointing=level, max_tokens_per_batch=16_384
+        )
+
+    levels = {gigabytes: plan(gigabytes).level for gigabytes in (16, 20, 30, 40, 80)}
+    assert levels == {16: "full", 20: "full", 30: "selective", 40: "none", 80: "none"}
+    for gigabytes, level in levels.items():
+        chosen, given = plan(gigabytes), plan(gigabytes, level=level)
+        assert replace(chosen, why="") == given and given.why == "" and chosen.peak_bytes <= chosen.limit
+    line = plan(30).table().splitlines()[-2]
+    assert line.startswith("level      selective  of gradient_checkpointing, by auto: none needs 3")
+    assert "none needs 3" in plan(30).why and plan(30).why.endswith("GB; the fastest that fits")
+    assert plan(80).why == ", by auto: the fastest that fits"
+    assert "none needs" in plan(16).why and "selective needs" in plan(16).why
+    assert "level           full  of gradient_checkpointing" in plan(80, level="full").table().splitlines()
+
+
+def test_auto_takes_nothing_from_the_cache():
+    """Where a faster level fits only with a smaller cache, or one that sleeps, the leanest level keeps it as it is."""
+    engine = EngineConfig(max_num_seqs=64, max_model_len=2048)
+    found = {}
+    for gigabytes in range(24, 100, 4):
+        plan, full = (
+            plan_memory(POLICY, engine, card(gigabytes * GB), gradient_checkpointing=level, max_tokens_per_batch=8192)
+            for level in ("auto", "full")
+        )
+        assert (plan.num_kv_blocks, plan.sleeps_cache) == (full.num_kv_blocks, full.sleeps_cache)
+        found[plan.level] = plan
+    assert set(found) == set(LEVELS) and "takes memory from the KV cache" in found["full"].why
+
+
+def test_auto_on_a_cpu_goes_by_the_free_memory():
+    def level(free):
+        sizes = {"max_tokens_per_batch": 16_384, "total_bytes": 64 * GB, "free_bytes": free * GB}
+        return plan_memory(POLICY, None, cpu, gradient_checkpointing="auto", **sizes).level
+
+    assert [level(free) for free in (4, 28, 60)] == ["full", "selective", "none"]
+
+
+def test_auto_says_nothing_of_levels_that_it_does_not_take(caplog):
+    with caplog.at_level(logging.WARNING, "cukit"):
+        plan_memory(POLICY, EngineConfig(), card(60 * GB), gradient_checkpointing="auto", max_tokens_per_batch=8192)
+    given = [record.getMessage() for record in caplog.records]
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "cukit"):
+        plan_memory(POLICY, EngineConfig(), card(60 * GB), gradient_checkpointing="full", max_tokens_per_batch=8192)
+    assert given == [record.getMessage() for record in caplog.records]
+
+
+def test_where_nothing_is_trained_there_is_no_level():
+    plan = plan_memory(ALONE, EngineConfig(), card(), gradient_checkpointing="auto")
+    assert plan.level == plan.why == "" and "gradient_checkpointing" not in plan.table()
 
 
 def test_weights_alone_that_do_not_fit_are_refused():
@@ -226,7 +302,7 @@ def test_every_shape_has_a_plan_at_random():
         )
         uses = [ModelUse("policy", config, "bfloat16", bool(generator.integers(2)))]
         options = {"max_tokens_per_batch": int(generator.integers(1, 40_000))}
-        options["gradient_checkpointing"] = bool(generator.integers(2))
+        options["gradient_checkpointing"] = generator.choice([*LEVELS, "auto"])
         try:
             plan = plan_memory(uses, engine, card(int(generator.uniform(2, 90) * GB)), **options)
         except ValueError as error:

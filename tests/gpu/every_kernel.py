@@ -47,7 +47,7 @@ def train_and_generate(name, dtype):
     model.frozen_copy().init_weights(0)
     rows = [[5, 9, 100, 7, 3], [8], list(range(3, 80))]
     logprobs, entropy = target_logprobs(model, rows, [np.arange(len(r)) > 0 for r in rows], 0.7, 200)
-    for form in ("float32", "bfloat16", "int8"):
+    for form, model.gradient_checkpointing in zip(("float32", "bfloat16", "int8"), ("selective", "full", "none")):
         (logprobs.sum() + entropy.sum() * 0.1).backward()
         AdamW(model.store, max_grad_norm=1.0, weight_decay=0.1, state_form=form).step(1e-3)
         logprobs, entropy = target_logprobs(model, rows, [np.arange(len(r)) > 0 for r in rows], 0.7, 200)
@@ -69,14 +69,14 @@ def train_and_generate(name, dtype):
     llm.close()
 
 
-def attention(dtype, heads, kv_heads, dim, lengths):
+def attention(dtype, heads, kv_heads, dim, lengths, cache=None):
     be = backend_for("cuda")
     borders = np.cumsum([0, *lengths]).astype(np.int32)
     qkv = be.array(normal(int(borders[-1]), (heads + 2 * kv_heads) * dim).astype(be.dtype_of(dtype)))
     o, lse = be.attention_forward(qkv, be.array(borders), heads, kv_heads)
     be.attention_backward(o, qkv, o, lse, be.array(borders), heads, kv_heads)
     blocks = [-(-length // 16) for length in lengths]
-    caches = [be.zeros((sum(blocks) + 1, 16, kv_heads, dim), dtype) for _ in range(2)]
+    caches = [be.zeros((sum(blocks) + 1, 16, kv_heads, dim), cache or dtype) for _ in range(2)]
     tables = np.zeros((len(lengths), max(blocks)), np.int32)
     firsts = np.cumsum([0, *blocks])[:-1] + 1
     for row, (first, count) in enumerate(zip(firsts, blocks)):
@@ -151,7 +151,21 @@ def adapters(dtype):
         )
         y, u = be.linear_beside_forward(x, w, a, b)
         be.linear_beside_backward_input(y, w, u, a)
+        for instead in (False, True):
+            be.change_rows(y, y.copy(), be.array(np.arange(rows, dtype=np.int32) % 3), 1, instead)
         be.merge_adapter(w, w, be.array(statistics(rank, ins)), be.array(statistics(outs, rank)), 0.5)
+
+
+def quantized(dtype):
+    be = backend_for("cuda")
+    for kind in (np.int8, np.uint8):
+        for rows, ins, outs in ((3, 13, 7), (14, 160, 130), (20, 13, 70), (70, 160, 130), (5, 32, 4100), (300, 40, 33)):
+            x, w = (be.array(normal(*shape).astype(be.dtype_of(dtype))) for shape in ((rows, ins), (outs, ins)))
+            q, scale = be.zeros(w.shape, kind), be.zeros((outs,), "float32")
+            be.quantize_weight(q, scale, w)
+            be.dequantize_weight(w, q, scale)
+            y = be.quantized_linear_forward(x, q, scale)
+            be.quantized_linear_forward(x, q, scale, y[0].copy(), y)
 
 
 def returns_and_ppo_loss():
@@ -188,6 +202,7 @@ def strays(dtype):
     be.embedding_backward(be.zeros((7, 13), "float32"), dy, ids)
     logprobs, entropy, lse = be.token_logprobs_forward(dy, ids, 0.7, 11)
     be.token_logprobs_backward(dy, ids, lse, entropy, entropy, entropy, 0.7, 11)
+    be.token_logprobs_backward(dy, ids, lse, entropy, entropy, entropy, 0.7, 11, out=dy)
     logits = normal(5, 5000)
     logits[0, 7], logits[1, 9], logits[2] = np.nan, np.inf, -np.inf
     values = ((0.7, np.float32), (20, np.int32), (0.9, np.float32), (0.1, np.float32), (3, np.uint64), (4, np.int64))
@@ -215,9 +230,13 @@ def main():
         if "attention" in parts:
             for heads, kv_heads, dim in ((2, 1, 64), (7, 1, 128), (2, 2, 20), (2, 1, 132)):
                 attention(dtype, heads, kv_heads, dim, [70, 1, 300])
+                if dim % 8 == 0:
+                    attention(dtype, heads, kv_heads, dim, [70, 1, 300], np.uint8)
+            attention(dtype, 3, 1, 24, [70, 1, 300], np.uint8)
         if "products" in parts:
             products(dtype)
             adapters(dtype)
+            quantized(dtype)
     if "losses" in parts:
         policy_losses()
         returns_and_ppo_loss()

@@ -57,8 +57,70 @@ def test_a_row_has_the_same_bits_at_every_row_count(dtype):
         assert part.tobytes() == whole[:rows].tobytes(), f"{rows} rows"
 
 
+ROWS = [(1, 1), (7, 13), (0, 16), (33, 519), (257, 512), (5, 4096)]  # rows, columns
+
+
+@pytest.mark.parametrize("instead", [False, True])
+@pytest.mark.parametrize("rows, cols", ROWS)
+def test_rows_of_an_owner(rows, cols, instead):
+    owners = np.random.default_rng(rows).integers(-1, 3, rows).astype(np.int32)
+    check_kernel("change_rows", normal(rows, cols), normal(rows, cols, seed=1), owners, 1, instead)
+    check_kernel("change_rows", normal(rows, cols), normal(rows, cols, seed=1), None, 0, instead)
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, "float64"])
+@pytest.mark.parametrize("cols", [13, 64])
+@pytest.mark.parametrize("instead", [False, True])
+def test_rows_of_others_keep_their_bits(dtype, cols, instead):
+    """Whatever stands in the change; y may begin off an aligned address. Both shelves round once: the same bits."""
+    host, device = backend_for("cpu"), backend_for("cuda")
+    y, change = (normal(33, cols, seed=seed).astype(host.dtype_of(dtype)) for seed in (0, 1))
+    owners = np.random.default_rng(cols).integers(-1, 3, 33).astype(np.int32)
+    change[owners != 2] = np.nan
+    expected = host.change_rows(y.copy(), change, owners, 2, instead)
+    for shift in (0, 1):
+        flat = device.zeros((shift + y.size,), y.dtype)
+        flat[shift:] = device.array(y.reshape(-1))
+        found = device.change_rows(
+            flat[shift:].reshape(y.shape), device.array(change), device.array(owners), 2, instead
+        )
+        assert device.to_numpy(found).tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_of_several_adapters_have_the_bits_of_each_alone(dtype):
+    """As row_adapters computes them: by owner, and by segments that begin anywhere."""
+    be = backend_for("cuda")
+    x, w = (be.array(normal(*shape).astype(be.dtype_of(dtype))) for shape in ((300, 1024), (1536, 1024)))
+    pairs = [
+        [be.array(normal(*shape, seed=rank).astype(be.dtype_of(dtype))) for shape in ((rank, 1024), (1536, rank))]
+        for rank in (8, 33, 96)
+    ]
+    alone = [be.to_numpy(be.linear_beside_forward(x, w, *pair)[0]) for pair in pairs]
+    for rows in (1, 3, 17, 64, 300):
+        owners = np.random.default_rng(rows).integers(-1, 3, rows).astype(np.int32)
+        mixed, base = be.linear_forward(x[:rows], w), be.to_numpy(be.linear_forward(x, w))
+        for number, (a, b) in enumerate(pairs):
+            be.change_rows(mixed, be.linear_forward(be.linear_forward(x[:rows], a), b), be.array(owners), number)
+        for row, (found, owner) in enumerate(zip(be.to_numpy(mixed), owners)):
+            expected = base[row] if owner < 0 else alone[owner][row]
+            assert found.tobytes() == expected.tobytes(), f"row {row} of {rows}, adapter {owner}"
+    mixed = be.linear_forward(x, w)
+    for number, rows in enumerate((slice(1, 18), slice(18, 131), slice(133, 300))):
+        a, b = pairs[number]
+        be.change_rows(mixed[rows], be.linear_forward(be.linear_forward(x[rows], a), b))
+        assert be.to_numpy(mixed)[rows].tobytes() == alone[number][rows].tobytes(), f"segment {rows}"
+
+
 def test_wrong_inputs_are_refused():
     be = backend_for("cuda")
+    half, ids = be.zeros((3, 8), "float16"), be.zeros((4,), "int32")
+    with pytest.raises(ValueError, match="do not fit, or not owners"):
+        be.change_rows(half, half, ids, 1)
+    with pytest.raises(ValueError, match="do not fit"):
+        be.change_rows(half, be.zeros((3, 7), "float16"))
+    with pytest.raises(ValueError, match="C-contiguous"):
+        be.change_rows(be.zeros((3, 8), "float16")[:, :4], be.zeros((3, 4), "float16"))
     w, a, b = be.zeros((8, 16), "float16"), be.zeros((2, 16), "float32"), be.zeros((8, 2), "float32")
     with pytest.raises(ValueError, match="do not fit"):
         be.merge_adapter(w, w, a, b[:7].copy(), 1.0)

@@ -32,6 +32,24 @@ def test_backward(rows, cols):
     check_kernel("rms_norm_backward", None, dy, x, w, rstd)
     check_kernel("add_rms_norm_backward", dw, dy, dsummed, x, w, rstd)
     check_kernel("add_rms_norm_backward", dw, dy, None, x, w, rstd)
+    check_kernel("add_rms_norm_backward_remade", dw, dy, dsummed, x, w, rstd, 1e-6)
+    check_kernel("add_rms_norm_backward_remade", None, dy, None, x, w, rstd, 1e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows, cols", [*SIZES, (3001, 64)])
+def test_what_is_remade_has_the_bits_of_the_forward_pass(rows, cols, dtype):
+    """And the gradients those of the kernel that writes them alone."""
+    be = backend_for("cuda")
+    x, residual, dy, dsummed = (be.array(normal(rows, cols, seed=seed).astype(be.dtype_of(dtype))) for seed in range(4))
+    w = be.array(statistics(cols, around=1, scale=0.1))
+    y, summed, rstd = be.add_rms_norm_forward(x, residual, w, 1e-6)
+    for other in (dsummed, None):
+        dw, dw_alone = be.zeros((cols,), "float32"), be.zeros((cols,), "float32")
+        dx, again = be.add_rms_norm_backward_remade(dw, dy, other, summed, w, rstd, 1e-6)
+        alone = be.add_rms_norm_backward(dw_alone, dy, other, summed, w, rstd)
+        for a, b in ((again, y), (dx, alone), (dw, dw_alone)):
+            assert be.to_numpy(a).tobytes() == be.to_numpy(b).tobytes()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -12,6 +12,7 @@ from cukit.autograd import no_grad
 from cukit.models.adapter_config import TARGETS, AdapterConfig
 from cukit.models.adapter_files import load_adapter, save_adapter
 from cukit.models.adapters import Adapter, WithoutAdapter, adapter_sizes, weights_in_use
+from cukit.models.config import LEVELS
 from cukit.models.logprobs import pack, target_logprobs, token_logprobs
 from cukit.models.weights import load_config, load_model, save_model, tokenizer_folders
 from cukit.optim import AdamW
@@ -56,7 +57,7 @@ def check_gradients(model, truth, rows, prefix=""):
     assert all(parameter.grad is None for parameter in model.store.parameters), "the base is frozen"
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("checkpointing", LEVELS)
 @pytest.mark.parametrize("name", ADAPTERS)
 def test_beside_is_pefts(name, checkpointing):
     model, truth, rows = adapted(name, "beside")
@@ -65,7 +66,7 @@ def test_beside_is_pefts(name, checkpointing):
     check_gradients(model, truth, rows)
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("checkpointing", LEVELS)
 @pytest.mark.parametrize("name", ADAPTERS)
 def test_merged_is_torchs_straight_through_rounding(name, checkpointing):
     model, truth, rows = adapted(name, "merged")

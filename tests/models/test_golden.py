@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from cukit.autograd import no_grad
+from cukit.models.config import LEVELS
 from cukit.models.logprobs import pack, target_logprobs, token_logprobs
 from cukit.models.weights import load_model
 from cukit.optim import AdamW
@@ -45,7 +46,7 @@ def test_logits_and_logprobs(name):
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("checkpointing", LEVELS)
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_loss_and_every_gradient(name, checkpointing, dtype):
     model, truth, rows = load(name, dtype)

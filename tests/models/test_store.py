@@ -8,6 +8,7 @@ import pytest
 
 from cukit.autograd import Parameter, Tensor
 from cukit.backend import backend_for
+from cukit.models.config import LEVELS
 from cukit.models.logprobs import target_logprobs
 from cukit.models.store import ALIGNMENT, PIECES, VECTOR, Store, padded_size
 from cukit.models.weights import load_model, save_model
@@ -130,7 +131,7 @@ def frozen_steps(model, frozen, steps=3):
     return optimizer
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("checkpointing", LEVELS)
 @pytest.mark.parametrize(
     "frozen",
     [

@@ -8,7 +8,13 @@ from cukit import ops
 from cukit.autograd import Parameter, Tensor
 from cukit.backend import backend_for
 from cukit.backend.dtypes import DTYPES
-from cukit.backend.numpy import linear_beside_backward_input, linear_beside_forward, linear_forward, merge_adapter
+from cukit.backend.numpy import (
+    change_rows,
+    linear_beside_backward_input,
+    linear_beside_forward,
+    linear_forward,
+    merge_adapter,
+)
 
 be = backend_for("cpu")
 SIZES = [(1, 1, 1, 1), (0, 3, 2, 1), (5, 13, 7, 3)]  # rows, ins, outs, rank
@@ -54,6 +60,22 @@ def test_a_merged_weight_does_not_depend_on_the_rows_that_are_summed_at_a_time(m
     whole = merge_adapter(np.empty_like(w), w, a, b, 2.0)
     monkeypatch.setattr("cukit.backend.numpy.adapter.CHUNK", 8 * 7)
     np.testing.assert_allclose(merge_adapter(np.empty_like(w), w, a, b, 2.0), whole, rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float64"])
+@pytest.mark.parametrize("instead", [False, True])
+def test_rows_of_an_owner_change_and_the_others_keep_their_bits(dtype, instead):
+    y, change = normal(9, 5).astype(DTYPES[dtype]), normal(9, 5, seed=1).astype(DTYPES[dtype])
+    owners, wide = np.array([3, -1, 3, 7, 3, 0, -1, 3, 4], np.int32), be.accumulator(DTYPES[dtype])
+    change[owners != 3] = np.nan
+    changed = change if instead else (y.astype(wide) + change.astype(wide)).astype(DTYPES[dtype])
+    expected = np.where((owners == 3)[:, None], changed, y)
+    found = y.copy()
+    assert change_rows(found, change, owners, 3, instead) is found
+    assert found.tobytes() == expected.tobytes()
+    part = y[:3].copy()
+    change_rows(part[2:], change[2:3], instead=instead)  # all rows of a part
+    assert part.tobytes() == y[:2].tobytes() + expected[2].tobytes()
 
 
 BLOCKS = [(slice(0, 4), slice(0, 4), slice(0, 2)), (slice(5, 8), slice(4, 7), slice(2, 4))]  # of an O of 8, rank 2

@@ -323,29 +323,6 @@ def test_a_resumed_run_has_the_same_bits(form, dtype):
     assert_equal(second.state_dict(), straight.state_dict())
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float16, BF16])
-@pytest.mark.parametrize("form", OPTIMIZER_STATES)
-def test_offloaded_states_change_no_bit(form, dtype, monkeypatch):
-    """They lie in buffers of the host between updates, and a checkpoint is read from there and written there."""
-    here, away, resumed = optimizer(dtype, form), *(optimizer(dtype, form, offload=True) for _ in range(2))
-    for one in (here, away):
-        train(one, range(4), bad=(2,))
-    for mine, theirs in zip(resumed.store.buckets, away.store.buckets):
-        mine.data[...] = theirs.data
-    resumed.load_state_dict({name: np.array(x) for name, x in away.state_dict().items()})
-    for one in (here, away, resumed):
-        train(one, range(4, 7))
-    for one in (away, resumed):
-        assert_equal(one.state_dict(), here.state_dict())
-        assert_equal(weights_of(one), weights_of(here))
-    seen = []
-    monkeypatch.setattr(backend_for("cpu"), "download", lambda host, source: seen.append((host, source)))
-    train(away, [7])
-    hosts = [array for state in away._states.values() for array in state.arrays.values()]
-    assert [id(host) for host, _ in seen] == [id(host) for host in hosts]
-    assert not any(np.shares_memory(host, source) for host, source in seen)
-
-
 @pytest.mark.parametrize("written", OPTIMIZER_STATES)
 @pytest.mark.parametrize("read", OPTIMIZER_STATES)
 def test_a_checkpoint_of_one_form_resumes_in_another(written, read):

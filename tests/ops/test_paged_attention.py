@@ -4,6 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from cukit.backend import e4m3
 from cukit.backend.numpy import (
     copy_blocks,
     paged_decode_attention,
@@ -192,3 +193,32 @@ def test_update_block_tables():
     assert tables.tolist() == [[8, 0, 9], [0] * 3, [0] * 3, [0, 0, 7]]
     update_block_tables(tables, *np.zeros((3, 0), np.int32))
     assert tables.sum() == 24
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.float32, ml_dtypes.bfloat16, np.float16])
+def test_a_cache_of_codes_is_the_cache_of_their_numbers(dtype):
+    """E4M3: stored rounded, read exactly; what no sequence owns is not read, though it is NaN."""
+    lengths, shape, bfloat = [5, 300, 17, 0], (4, 2, 16), np.dtype(dtype)
+    case = Paged(lengths[:3], [1, 1, 1], *shape, dtype=bfloat)
+    codes = [np.full(case.k_cache.shape, 0x7F, np.uint8) for _ in range(2)]
+    for row, qkv in enumerate(case.qkv):
+        index, offset = np.divmod(np.arange(lengths[row]), 4)
+        slots = case.tables[row, index].astype(np.int64) * 4 + offset
+        store_kv(*codes, qkv, slots, *shape[:2])
+    numbers = [e4m3.decode(x, bfloat) for x in codes]
+    for number, cache in zip(numbers, (case.k_cache, case.v_cache)):
+        owned = ~np.isnan(cache.astype(np.float64))
+        assert np.array_equal(owned, ~np.isnan(number.astype(np.float64)))
+        error = np.abs(number.astype(np.float64) - cache.astype(np.float64))[owned]
+        assert (
+            error <= np.maximum(np.abs(cache.astype(np.float64)[owned]) / 16, 2.0**-10)
+        ).all() and error.max() > 0.01
+    tables = np.concatenate([case.tables, np.full((1, case.tables.shape[1]), -1, np.int32)])
+    qkv, counts = np.concatenate([case.packed(), case.packed()[:1]]), np.array(lengths, np.int32)
+    found, expected = (paged_decode_attention(qkv, *x, tables, counts, 4, 300) for x in (codes, numbers))
+    assert found.tobytes() == expected.tobytes() and found.dtype == bfloat
+    borders = np.array([0, 1, 2, 3], np.int32)
+    found, expected = (
+        paged_prefill_attention(case.packed(), *x, case.tables, borders, counts[:3], 4) for x in (codes, numbers)
+    )
+    assert found.tobytes() == expected.tobytes()

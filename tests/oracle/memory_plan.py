@@ -1,6 +1,6 @@
-"""The planner against the driver, on a card: six runs of two steps with random weights, each in a process of its own.
+"""The planner against the driver, on a card: runs of two steps with random weights, each in a process of its own.
 
-    python tests/oracle/memory_plan.py            all six, about 3 minutes on an H100
+    python tests/oracle/memory_plan.py            all of them, about 4 minutes on an H100
     python tests/oracle/memory_plan.py sft-0.6b   one of them, with its plan's table
 
 The promise: the driver's peak lies within -10 … +3 % of the plan. The peak is the highest of cudaMemGetInfo's (total -
@@ -33,7 +33,7 @@ TOKENS = 16_384  # of a forward pass
 PROMPT, COMPLETION = 200, 512
 CACHE_BYTES = 12 * 10**9
 CONFIGURATIONS = ["sft-0.6b", "sft-0.6b-recompute", "sft-1.7b", "sft-1.7b-recompute", "grpo-0.6b-recompute",
-                  "grpo-1.7b-recompute"]  # fmt: skip
+                  "grpo-1.7b-recompute", "sft-0.6b-selective"]  # fmt: skip
 
 
 def shape_of(name: str) -> ModelConfig:
@@ -75,27 +75,31 @@ def measure(name: str) -> dict:
         model = Decoder(config, backend, "bfloat16")
         model.init_weights(0)
         make = grpo if name.startswith("grpo") else sft
-        trainer = make(model, tokenizer, folder, "recompute" in name)
+        trainer = make(model, tokenizer, folder, level_of(name))
         plan = trainer.plan
         trainer.train()
         backend.synchronize()
     return {"plan": plan.peak_bytes, "peak": peak.nbytes, "context": context, "table": plan.table()}
 
 
-def sft(model, tokenizer, folder: str, recompute: bool):
+def level_of(name: str) -> str:
+    return {"recompute": "full", "selective": "selective"}.get(name.rpartition("-")[2], "none")
+
+
+def sft(model, tokenizer, folder: str, level: str):
     length = PROMPT + COMPLETION
     rows = [{"text": "1 + " * length}] * 64
     size = TOKENS // length
-    common = {"max_tokens_per_batch": TOKENS, "gradient_checkpointing": recompute}
+    common = {"max_tokens_per_batch": TOKENS, "gradient_checkpointing": level}
     args = SFTConfig(output_dir=f"{folder}/run", max_steps=2, max_length=length, per_device_train_batch_size=size,
                      save_steps=0, logging_steps=1, **common)  # fmt: skip
     return SFTTrainer(model=model, args=args, train_dataset=rows, processing_class=tokenizer)
 
 
-def grpo(model, tokenizer, folder: str, recompute: bool):
+def grpo(model, tokenizer, folder: str, level: str):
     blocks = CACHE_BYTES // block_bytes(model.config, model.dtype, 16)
     limits = {"max_model_len": 1024, "max_num_seqs": 512, "num_kv_blocks": blocks}
-    common = {"max_tokens_per_batch": TOKENS, "gradient_checkpointing": recompute}
+    common = {"max_tokens_per_batch": TOKENS, "gradient_checkpointing": level}
     args = GRPOConfig(output_dir=f"{folder}/run", max_steps=2, num_generations=8, per_device_train_batch_size=256,
                       gradient_accumulation_steps=2, max_completion_length=COMPLETION, ignore_eos=True, save_steps=0,
                       logging_steps=1, eval_on_start=False, **limits, **common)  # fmt: skip

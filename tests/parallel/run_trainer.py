@@ -104,8 +104,8 @@ class Recorder:
         accumulate, make_batch = trainer._accumulate, trainer.make_batch
         to_numpy = trainer.model.backend.to_numpy
 
-        def kept(micro_batches):
-            found = accumulate(micro_batches)
+        def kept(*given):
+            found = accumulate(*given)
             for name, one in trainer.models.items():
                 for part, view in one.model.trained_store.part_views(lambda bucket: bucket.grad).items():
                     self.arrays[f"gradient/{trainer.global_step}/{name}/{part}"] = to_numpy(view).copy()

@@ -162,6 +162,8 @@ def test_the_size_of_a_batch_is_that_of_all_ranks(monkeypatch):
     wanted = "generation_batch_size=12 must be a multiple of per_device_train_batch_size=4 . 2 processes; 12 % 8 = 4"
     with pytest.raises(ValueError, match=wanted):
         GRPOConfig(**given, generation_batch_size=12)
+    with pytest.raises(ValueError, match="optimizer_in_bwd=true updates a layer before the gradients of 2 processes"):
+        PPOConfig(optimizer_in_bwd=True, max_grad_norm=0)
     ppo = PPOConfig(per_device_train_batch_size=4, num_mini_batches=3)
     assert (ppo.generation_size, ppo.num_slices) == (24, 3)
 

@@ -1,15 +1,18 @@
 """Options that save memory in training: what they reach, what a resumed run keeps, what they change in the plan."""
 
 import logging
+from dataclasses import replace
 
 import pytest
 
 from cukit.backend.states import MOMENT_BYTES
 from cukit.engine.memory import plan_memory
+from cukit.engine.shapes import parameter_counts
+from cukit.models.config import LEVELS
 from cukit.trainers import config as options
 from cukit.trainers import trainer as loop
 
-from ..engine.shapes import bytes_of, card
+from ..engine.shapes import SHAPE, bytes_of, card
 from .conftest import assert_equal_weights, logged, rows_without_times, weights_of
 
 
@@ -56,17 +59,19 @@ def test_form_and_seed_reach_the_optimizer(make_grpo):
 def test_the_plan_counts_the_form_and_what_is_offloaded(make_sft, monkeypatch):
     """As on a card, where offloading is more than a word."""
     plans, on_card = {}, card()
+
+    def planned(uses, engine, _, **more):  # of a model with many layers
+        return plan_memory([replace(use, config=SHAPE, dtype="float32") for use in uses], engine, on_card, **more)
+
     for form in options.OPTIMIZER_STATES:
         for offload in (False, True):
             trainer = make_sft(optimizer_state=form, offload_optimizer=offload)
             assert bytes_of(trainer.plan, "from the host") == 0
-            monkeypatch.setattr(
-                loop, "plan_memory", lambda uses, engine, _, **more: plan_memory(uses, engine, on_card, **more)
-            )
+            monkeypatch.setattr(loop, "plan_memory", planned)
             monkeypatch.setattr(trainer.model.store.backend, "name", "cuda")
             plans[form, offload] = trainer.plan_memory()
             monkeypatch.undo()
-    numbers = sum(p.data.size for p in trainer.model.parameters())
+    numbers = sum(parameter_counts(SHAPE))
     for form, size in MOMENT_BYTES.items():
         moments, moved = bytes_of(plans[form, False], "moments"), plans[form, True]
         assert moments == pytest.approx(size * numbers, abs=1)
@@ -91,3 +96,34 @@ def test_offloading_on_a_cpu_changes_nothing_and_says_so_once(make_sft, caplog, 
 def test_an_unknown_form_is_refused(make_sft):
     with pytest.raises(ValueError, match="optimizer_state must be one of float32, bfloat16, int8, got 'int4'"):
         make_sft(optimizer_state="int4")
+
+
+# ---- gradient_checkpointing ----
+
+
+@pytest.mark.parametrize("make", ["make_sft", "make_grpo", "make_ppo"])
+def test_levels_change_no_bit_of_a_run(request, make):
+    """Of weights in bfloat16 and of what is logged."""
+    runs = [request.getfixturevalue(make)(dtype="bfloat16", gradient_checkpointing=level) for level in LEVELS]
+    for run, level in zip(runs, LEVELS):
+        assert run.model.gradient_checkpointing == run.plan.level == level
+        run.train()
+    for run in runs[1:]:
+        assert_equal_weights(run, runs[0])
+        assert logged(run, "loss") == logged(runs[0], "loss")
+
+
+def test_auto_takes_the_level_of_the_plan_and_says_so(make_sft, make_ppo, caplog, monkeypatch):
+    with caplog.at_level(logging.INFO, "cukit"):
+        trainer = make_sft(gradient_checkpointing="auto", max_steps=1)
+        trainer.train()
+    assert trainer.model.gradient_checkpointing == trainer.plan.level == "none", "this machine has memory for it"
+    (memory,) = [record.getMessage() for record in caplog.records if record.getMessage().startswith("memory:")]
+    assert "none  of gradient_checkpointing, by auto: the fastest that fits" in memory
+    monkeypatch.setattr(
+        loop, "plan_memory", lambda *args, **more: plan_memory(*args, **more, total_bytes=10**9, free_bytes=0)
+    )
+    auto = {"gradient_checkpointing": "auto"}
+    for trainer in (make_sft(**auto), make_ppo(critic="separate", **auto)):
+        levels = {one.model.gradient_checkpointing for one in trainer.models.values()}
+        assert levels == {trainer.plan.level} == {"full"} and "selective needs" in trainer.plan.why

@@ -110,10 +110,11 @@ def test_splits_change_nothing(make_ppo, critic):
     assert len(trainer.make_batch(1)[0]) > (2 if critic == "shared" else 4)
 
 
+@pytest.mark.parametrize("level", ["selective", "full"])
 @pytest.mark.parametrize("critic", ["separate", "shared"])
-def test_recomputation_changes_nothing(make_ppo, critic):
-    trainer = make_ppo(dtype="float64", critic=critic, gradient_checkpointing=True, entropy_coef=0.1)
-    assert trainer.model.gradient_checkpointing and getattr(trainer.critic, "gradient_checkpointing", True)
+def test_recomputation_changes_nothing(make_ppo, critic, level):
+    trainer = make_ppo(dtype="float64", critic=critic, gradient_checkpointing=level, entropy_coef=0.1)
+    assert trainer.model.gradient_checkpointing == getattr(trainer.critic, "gradient_checkpointing", level) == level
     assert_same(*both(trainer, score))
 
 

@@ -156,7 +156,8 @@ def test_the_logged_numbers_are_those_of_the_pairs(train, make_reward_model, tok
         dict(per_device_train_batch_size=1, gradient_accumulation_steps=16),
         dict(per_device_train_batch_size=4, gradient_accumulation_steps=4),
         dict(max_tokens_per_batch=80),
-        dict(gradient_checkpointing=True),
+        dict(gradient_checkpointing="selective"),
+        dict(gradient_checkpointing="full"),
     ],
 )
 def test_the_split_of_a_batch_changes_nothing(train, split):

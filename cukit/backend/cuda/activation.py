@@ -16,11 +16,21 @@ def silu_mul_forward(gate_up):
 
 def silu_mul_backward(dy, gate_up):
     """dgate_up (T, 2F)."""
+    return _backward(dy, gate_up, None)
+
+
+def silu_mul_backward_remade(dy, gate_up):
+    """dgate_up, and silu_mul_forward(gate_up) to the bit."""
+    y = empty(dy.shape, gate_up.dtype)
+    return _backward(dy, gate_up, y), y
+
+
+def _backward(dy, gate_up, y):
     rows, width, blocks = _split(gate_up)
     if dy.shape != (rows, width):
         raise ValueError(f"dy of shape {dy.shape} does not fit gate_up of shape {gate_up.shape}: want {(rows, width)}")
     dgate_up = empty(gate_up.shape, gate_up.dtype)
-    load("activation", gate_up.dtype).silu_mul_backward(rows * blocks, THREADS, dgate_up, dy, gate_up, width, blocks)
+    load("activation", gate_up.dtype).silu_mul_backward(rows * blocks, THREADS, dgate_up, y, dy, gate_up, width, blocks)
     return dgate_up
 
 

@@ -4,6 +4,8 @@ x (T, I), w (O, I), bias (O,), a (K, I), b (O, K), all in the model's dtype; K i
 parts side by side.
 """
 
+import cupy as cp
+
 from .constants import source_constant
 from .cublas import gemm
 from .linear import linear_backward_input, linear_forward
@@ -18,13 +20,33 @@ def linear_beside_forward(x, w, a, b, bias=None):
     bits depend on the row alone (exact.py).
     """
     u = linear_forward(x, a)
-    y, change = linear_forward(x, w, bias), linear_forward(u, b)
-    if y.size and y.itemsize < 8:
+    y = linear_forward(x, w, bias)
+    change_rows(y, linear_forward(u, b))
+    return y, u
+
+
+def change_rows(y, change, owners=None, owner=0, instead=False):
+    """y[t] += change[t], rounded, or (instead) y[t] = change[t], for the rows t with owners[t] == owner. The others
+    keep their bits. y and change (T, O); owners (T,) int32, None: all rows. Returns y.
+    """
+    if y.shape != change.shape or y.dtype != change.dtype or (owners is not None and owners.shape != y.shape[:1]):
+        raise ValueError(f"y {y.shape} {y.dtype} and change {change.shape} {change.dtype} do not fit, or not owners")
+    if not (y._c_contiguous and change._c_contiguous):
+        raise ValueError("change_rows needs C-contiguous arrays")
+    if not y.size:
+        return y
+    if owners is None and instead:
+        y[...] = change
+    elif y.itemsize == 8:
+        changed = change if instead else y + change
+        y[...] = changed if owners is None else cp.where((owners == owner)[:, None], changed, y)
+    elif owners is None:
         blocks = -(-y.nbytes // (VECTOR_BYTES * THREADS))
         load("adapter", y.dtype).add_in_place(blocks, THREADS, y, change, y.size)
-    elif y.size:
-        y += change
-    return y, u
+    else:
+        rows, cols = y.shape
+        load("adapter", y.dtype).change_rows(rows, THREADS, y, change, owners, owner, int(instead), cols)
+    return y
 
 
 def linear_beside_backward_input(dy, w, du, a):

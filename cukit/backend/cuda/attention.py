@@ -30,9 +30,9 @@ class _Geometry(NamedTuple):
     key_gradient_shared: int
 
 
-def _kernels(family, dtype, head_dim) -> tuple[Module, _Geometry]:
+def _kernels(family, dtype, head_dim, **defines) -> tuple[Module, _Geometry]:
     """A family's kernels for head_dim, and their geometry."""
-    module = load(family, dtype, HEAD_DIM=head_dim)
+    module = load(family, dtype, HEAD_DIM=head_dim, **defines)
     return module, _Geometry(*module.constants("attention_geometry", len(_Geometry._fields)))
 
 

@@ -81,6 +81,43 @@ class Event:
         self._event.synchronize()
 
 
+class SideCopies:
+    """Copies between host and device that run beside what the device computes, one after the other.
+
+    An upload begins after all that the device was told before; join(copy) makes what it is told next wait for it. Host
+    arrays are those of host_buffer(). A device array must live until its copy is joined.
+    """
+
+    def __init__(self):
+        self._stream = cp.cuda.Stream(non_blocking=True)
+
+    def upload(self, target, host):
+        """Begin to copy `host` into the device array `target`; returns the copy, for join()."""
+        self._after_what_was_told()
+        target.set(host, stream=self._stream)
+        return self._moment()
+
+    def download(self, host, source):
+        """Begin to copy the device array `source` into `host`; returns the copy, for join()."""
+        self._after_what_was_told()
+        source.get(out=host, stream=self._stream, blocking=False)
+        return self._moment()
+
+    def join(self, copy) -> None:
+        """What the device is told from now on waits for the copy."""
+        cp.cuda.get_current_stream().wait_event(copy)
+
+    def _after_what_was_told(self):
+        now = cp.cuda.Event(disable_timing=True)
+        now.record(cp.cuda.get_current_stream())
+        self._stream.wait_event(now)
+
+    def _moment(self):
+        moment = cp.cuda.Event(disable_timing=True)
+        moment.record(self._stream)
+        return moment
+
+
 def synchronize():
     """Wait until the device has done what it was told."""
     cp.cuda.get_current_stream().synchronize()

@@ -26,10 +26,12 @@ import logging
 import cupy as cp
 import numpy as np
 
+from ..card import next_bucket
 from .constants import source_constant
 from .cublas import gemm
 from .device import empty
 from .loader import load
+from .pool import malloc
 from .verdicts import card_verdicts
 
 logger = logging.getLogger(__name__)
@@ -61,16 +63,6 @@ def set_policy(policy: str):
             f"first model runs in a process, or keep exact={_policy}"
         )
     _policy = policy
-
-
-def next_bucket(rows: int) -> int:
-    """The smallest row count of the list that is at least `rows`: powers of two to 64, then steps of 64, 128, 256 and
-    512.
-    """
-    if rows <= 64:
-        return 1 << max(rows - 1, 0).bit_length()
-    step = 64 if rows <= 256 else 128 if rows <= 1024 else 256 if rows <= 4096 else 512
-    return -(-rows // step) * step
 
 
 def choose_product(rows: int, out_features: int, in_features: int, dtype, biased: bool):
@@ -142,7 +134,7 @@ def _compare_now(weight, bucket) -> bool:
             f"it once outside first"
         )
     # not from the memory of a captured step, which would keep what is needed once
-    with cp.cuda.Stream.null, cp.cuda.using_allocator(cp.get_default_memory_pool().malloc):
+    with cp.cuda.Stream.null, cp.cuda.using_allocator(malloc):
         return _compare(*weight, bucket)
 
 
@@ -177,11 +169,12 @@ def _examples(in_features, dtype):
     """Rows of x, rows of w and a row of numbers, on the host.
 
     In every other row of x the second half is minus the first half; in the rows of w it is nearly the first half. So
-    the sums cancel, and another order of adding shows in the rounded result. Short sums seldom tell two orders apart,
-    so they get more rows.
+    the sums cancel, and another order of adding shows in the rounded result; what stands between the halves would not
+    cancel and is 0. Short sums seldom tell two orders apart, so they get more rows.
     """
     generator, half = np.random.default_rng(0), in_features // 2
     x = generator.standard_normal((512 if in_features > 256 else 1024, in_features), dtype=np.float32)
+    x[::2, half:] = 0
     x[::2, in_features - half :] = -x[::2, :half]
     w = generator.standard_normal((512, in_features), dtype=np.float32)
     w[:, in_features - half :] = w[:, :half] * (1 + w[:, in_features - half :] / 64)

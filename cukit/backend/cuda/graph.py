@@ -12,7 +12,9 @@ import logging
 
 import cupy as cp
 
+from .early import early_launches
 from .loader import CHECK
+from .pool import malloc
 
 logger = logging.getLogger(__name__)
 ALIGNMENT = 512
@@ -62,7 +64,8 @@ class _Step:
             try:
                 arena.frozen = True
                 stream.begin_capture()
-                result = self._function()
+                with early_launches():
+                    result = self._function()
                 self._graph, self._result = stream.end_capture(), result
             except Exception as error:
                 self._failures += 1
@@ -162,4 +165,4 @@ class _Range:
 
 def _default_slab(size):
     with cp.cuda.Stream.null:  # the pool of this stream holds the blocks that training used before
-        return cp.get_default_memory_pool().malloc(size)
+        return malloc(size)

@@ -23,10 +23,15 @@ def token_logprobs_forward(logits, targets, temperature, vocab_size):
     return outputs
 
 
-def token_logprobs_backward(logits, targets, lse, entropy, dlogprobs, dentropy, temperature, vocab_size):
-    """dlogits like logits: (dlogprobs·(1[target] − p) − dentropy·p·(log p + H)) / T. dentropy may be None."""
+def token_logprobs_backward(logits, targets, lse, entropy, dlogprobs, dentropy, temperature, vocab_size, out=None):
+    """dlogits like logits: (dlogprobs·(1[target] − p) − dentropy·p·(log p + H)) / T. dentropy may be None.
+
+    out: where it is written, which may be the logits themselves; default: a new array.
+    """
     num_rows, stride = logits.shape
-    dlogits = empty(logits.shape, logits.dtype)
+    dlogits = empty(logits.shape, logits.dtype) if out is None else out
+    if dlogits.shape != logits.shape:
+        raise ValueError(f"out {dlogits.shape} does not fit logits {logits.shape}")
     vectors = [None if x is None else cp.ascontiguousarray(x, cp.float32) for x in (lse, entropy, dlogprobs, dentropy)]
     grid = (num_rows, -(-stride // IDS_A_BLOCK))
     load("loss", logits.dtype).token_logprobs_backward(

@@ -1,4 +1,5 @@
-"""The memory of the card: how much is free, and memory that is given back while its addresses stay.
+"""The memory of the card: how much is free, how much this process may take, and memory that is given back while its
+addresses stay.
 
 CUDA graphs hold addresses, so sleeping memory must come back at its old ones. Addresses are reserved once; the driver
 maps memory to them and unmaps it (CUDA driver API, "Virtual Memory Management").
@@ -12,6 +13,8 @@ import math
 import cupy as cp
 import numpy as np
 
+from . import pool
+
 CHUNK_BYTES = 64 << 20  # mapped at a time: 12 GB are 180 chunks of three driver calls each
 OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
 
@@ -20,6 +23,31 @@ def memory_info() -> tuple[int, int]:
     """(free, total) bytes of the device; what the pool holds but nothing uses counts as free."""
     free, total = cp.cuda.runtime.memGetInfo()
     return free + cp.get_default_memory_pool().free_bytes(), total
+
+
+def memory_taken() -> int:
+    """Bytes of the device that are taken by the driver's count: by this process, its CUDA context and what its pool
+    holds unused included, and by others.
+    """
+    free, total = cp.cuda.runtime.memGetInfo()
+    return total - free
+
+
+def free_unused_memory() -> None:
+    """Give what the pool holds and nothing uses back to the driver."""
+    _free_unused_memory()
+
+
+def limit_memory(nbytes: int | None) -> None:
+    """From now on this process takes at most `nbytes` of the card, CUDA context and libraries included; None: all that
+    there is. What would take more ends in a MemoryError.
+    """
+    pool.set_limit(nbytes)
+
+
+def memory_limit() -> int | None:
+    """What limit_memory() said."""
+    return pool.limit()
 
 
 class Reservation:
@@ -72,6 +100,7 @@ class Reservation:
         if self.resident:
             return
         _enter(self._device)
+        pool.hold(self._size - self._mapped)
         try:
             self._map()
         except MemoryError:
@@ -85,7 +114,7 @@ class Reservation:
             while self._mapped < self._size:
                 size = min(self._chunk, self._size - self._mapped)
                 self._driver.map(self._address + self._mapped, size, self._properties)
-                self._mapped += size
+                self._count(size)
             self._driver.allow_access(self._address, self._size, self._properties.location)
         except BaseException:
             self._unmap()
@@ -95,7 +124,12 @@ class Reservation:
         while self._mapped:
             size = self._mapped % self._chunk or self._chunk  # what was mapped last
             self._driver.unmap(self._address + self._mapped - size, size)
-            self._mapped -= size
+            self._count(-size)
+        pool.hold()
+
+    def _count(self, size: int):
+        self._mapped += size
+        pool.count_reserved(size)
 
     def _close(self):
         self.release()

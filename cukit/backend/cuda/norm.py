@@ -39,6 +39,18 @@ def add_rms_norm_forward(x, residual, w, eps):
 
 def add_rms_norm_backward(dw, dy, dsummed, summed, w, rstd):
     """The gradient of both x and residual: dsummed (or None) + what comes through the norm."""
+    return _backward(dw, dy, dsummed, summed, w, rstd, None)
+
+
+def add_rms_norm_backward_remade(dw, dy, dsummed, summed, w, rstd, eps):
+    """What add_rms_norm_backward gives, and rms_norm_forward's y of summed to the bit."""
+    if summed.dtype == "float32":  # its y is rounded once from float64 (Wide in common.cuh), and rstd is not so precise
+        return add_rms_norm_backward(dw, dy, dsummed, summed, w, rstd), rms_norm_forward(summed, w, eps)[0]
+    y = empty(summed.shape, summed.dtype)
+    return _backward(dw, dy, dsummed, summed, w, rstd, y), y
+
+
+def _backward(dw, dy, dsummed, summed, w, rstd, y):
     rows, cols = _rows_cols(summed, w)
     if dy.shape != summed.shape or (dsummed is not None and dsummed.shape != summed.shape) or rstd.size != rows:
         raise ValueError(f"gradients do not fit the input of shape {summed.shape}: dy {dy.shape}, rstd {rstd.shape}")
@@ -47,7 +59,7 @@ def add_rms_norm_backward(dw, dy, dsummed, summed, w, rstd):
     dx, partial = empty(summed.shape, summed.dtype), None if dw is None else empty((blocks, cols), "float32")
     shared = -(-cols * 4 // 32) * 32
     load("norm", summed.dtype).rms_norm_backward(
-        blocks, threads, dx, partial, dy, dsummed, summed, w, rstd, rows, cols, shared=shared
+        blocks, threads, dx, y, partial, dy, dsummed, summed, w, rstd, rows, cols, shared=shared
     )
     if dw is not None:
         _add_columns(dw, partial)

@@ -20,14 +20,14 @@ THREADS = 256
 
 def store_kv(k_cache, v_cache, qkv, slot_mapping, num_heads, num_kv_heads):
     """Write the keys and values of qkv (T, (H + 2K)·D) into the caches (num_blocks, block_size, K, D) at slot_mapping
-    (T) int64, in place.
+    (T) int64, in place. Caches are of qkv's dtype, or uint8: E4M3 codes, to which the numbers are rounded.
 
     Slot = block · block_size + offset in the block; -1 = this row is not stored.
     """
     head_dim, total = _head_dim(qkv, num_heads, num_kv_heads), len(qkv)
-    _check_caches(k_cache, v_cache, num_kv_heads, head_dim)
+    _check_caches(k_cache, v_cache, num_kv_heads, head_dim, qkv.dtype)
     vectors = total * 2 * num_kv_heads * head_dim * qkv.itemsize // 8
-    load("paged_attention", qkv.dtype, HEAD_DIM=head_dim).store_kv(
+    load("paged_attention", qkv.dtype, HEAD_DIM=head_dim, **_variant(k_cache)).store_kv(
         -(-vectors // THREADS), THREADS, k_cache, v_cache, qkv, slot_mapping, total, num_heads, num_kv_heads
     )
 
@@ -41,6 +41,8 @@ def copy_blocks(caches, src, dst):
         return
     src, dst = array(src, np.int64), array(dst, np.int64)
     for k_cache, v_cache in caches:
+        if k_cache.dtype == np.uint8:  # codes are moved two at a time, as numbers of 16 bits
+            k_cache, v_cache = (cache.view(np.float16) for cache in (k_cache, v_cache))
         elements, head_dim = k_cache[0].size, k_cache.shape[3]
         kernels = load("paged_attention", k_cache.dtype, HEAD_DIM=head_dim)
         staging = empty((2, count, elements), k_cache.dtype)
@@ -77,7 +79,7 @@ def paged_decode_attention(qkv, k_cache, v_cache, block_tables, context_lens, nu
     head_tiles, chunks = -(-num_heads // num_kv_heads // 16), max(1, -(-max_context_len // CHUNK_KEYS))
     partial_out = empty((batch, num_heads, chunks, head_dim), np.float32)
     partial_stats = empty((batch, num_heads, chunks, 2), np.float32)
-    kernels = load("paged_attention", qkv.dtype, HEAD_DIM=head_dim)
+    kernels = load("paged_attention", qkv.dtype, HEAD_DIM=head_dim, **_variant(k_cache))
     kernels.paged_decode_chunks(
         (chunks, num_kv_heads * head_tiles, batch),
         32,
@@ -114,7 +116,7 @@ def paged_prefill_attention(qkv, k_cache, v_cache, block_tables, cu_seqlens_q, c
     _check_queries(qkv, k_cache, v_cache, block_tables, context_lens, num_heads, batch)
     out = empty((total, num_heads * head_dim), qkv.dtype)
     if total:
-        kernels, geometry = _kernels("paged_attention", qkv.dtype, head_dim)
+        kernels, geometry = _kernels("paged_attention", qkv.dtype, head_dim, **_variant(k_cache))
         kernels.paged_prefill(
             _pieces(total, batch, geometry.query_tile) * num_heads,
             geometry.threads,
@@ -137,7 +139,20 @@ def paged_prefill_attention(qkv, k_cache, v_cache, block_tables, cu_seqlens_q, c
     return out
 
 
-def _check_caches(k_cache, v_cache, num_kv_heads, head_dim):
+def _variant(cache) -> dict[str, int]:
+    """The defines of kernels for a cache of E4M3 codes, or of numbers in the model's dtype."""
+    return {"CACHE_E4M3": 1} if cache.dtype == np.uint8 else {}
+
+
+def _check_caches(k_cache, v_cache, num_kv_heads, head_dim, dtype):
+    if k_cache.dtype != v_cache.dtype or k_cache.dtype not in (dtype, np.uint8):
+        raise TypeError(
+            f"paged attention: caches of {k_cache.dtype} and {v_cache.dtype}: both must be {dtype}, or uint8 (E4M3)"
+        )
+    if k_cache.dtype == np.uint8 and head_dim % 8:
+        raise ValueError(
+            f"an fp8 cache needs a head_dim that is a multiple of 8, got {head_dim}: use kv_cache_dtype=auto"
+        )
     if k_cache.shape != v_cache.shape or k_cache.shape[2:] != (num_kv_heads, head_dim):
         raise ValueError(
             f"paged attention: caches of shape {k_cache.shape} and {v_cache.shape}: "
@@ -152,7 +167,7 @@ def _check_queries(qkv, k_cache, v_cache, block_tables, context_lens, num_heads,
             f"paged attention: qkv of shape {qkv.shape} does not fit {num_heads} heads and caches of shape "
             f"{k_cache.shape}"
         )
-    _check_caches(k_cache, v_cache, num_kv_heads, head_dim)
+    _check_caches(k_cache, v_cache, num_kv_heads, head_dim, qkv.dtype)
     if block_tables.ndim != 2 or len(block_tables) < batch or len(context_lens) != batch:
         raise ValueError(
             f"paged attention: block_tables {block_tables.shape} and context_lens {context_lens.shape} for "

@@ -47,7 +47,7 @@ def qk_norm_rope_forward(qkv, q_weight, k_weight, cos, sin, positions, num_heads
 def qk_norm_rope_backward(
     dq_weight, dk_weight, dout, qkv, q_weight, k_weight, rstd, cos, sin, positions, num_heads, num_kv_heads
 ):
-    """dqkv like qkv; adds to dq_weight, dk_weight (unless None)."""
+    """dqkv like qkv; adds to dq_weight, dk_weight (unless None). Without a norm qkv's values are not read."""
     tokens, head_dim = _sizes(qkv, cos, sin, positions, num_heads, num_kv_heads)
     if dout.shape != qkv.shape:
         raise ValueError(f"dout of shape {dout.shape} does not fit qkv of shape {qkv.shape}")

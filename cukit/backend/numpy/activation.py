@@ -23,6 +23,11 @@ def silu_mul_backward(dy, gate_up):
     return out
 
 
+def silu_mul_backward_remade(dy, gate_up):
+    """dgate_up, and silu_mul_forward(gate_up) to the bit."""
+    return silu_mul_backward(dy, gate_up), silu_mul_forward(gate_up)
+
+
 def _halves(gate_up):
     acc, width = accumulator(gate_up.dtype), gate_up.shape[1] // 2
     return gate_up[:, :width].astype(acc, copy=False), gate_up[:, width:].astype(acc, copy=False)

@@ -17,6 +17,15 @@ def linear_beside_forward(x, w, a, b, bias=None):
     return _sum(linear_forward(x, w, bias), linear_forward(u, b)), u
 
 
+def change_rows(y, change, owners=None, owner=0, instead=False):
+    """y[t] += change[t], rounded, or (instead) y[t] = change[t], for the rows t with owners[t] == owner. The others
+    keep their bits. y and change (T, O); owners (T,) int32, None: all rows. Returns y.
+    """
+    rows = slice(None) if owners is None else owners == owner
+    y[rows] = change[rows] if instead else _sum(y[rows], change[rows])
+    return y
+
+
 def linear_beside_backward_input(dy, w, du, a):
     """dx = dy w + du a; dy (T, O), du (T, K)."""
     return _sum(linear_backward_input(dy, w), linear_backward_input(du, a))

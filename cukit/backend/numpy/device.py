@@ -65,6 +65,21 @@ class Event:
         """Wait until the device is past that moment; not at all if there was none."""
 
 
+class SideCopies:
+    """Copies between host and device that run beside what the device computes: here they are done at once."""
+
+    def upload(self, target, host):
+        """Copy `host` into `target`; returns the copy, for join()."""
+        target[...] = host
+
+    def download(self, host, source):
+        """Copy `source` into `host`; returns the copy, for join()."""
+        host[...] = source
+
+    def join(self, copy) -> None:
+        """What the device is told from now on waits for the copy."""
+
+
 def synchronize():
     """Wait until the device has done what it was told."""
 

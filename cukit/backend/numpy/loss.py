@@ -29,8 +29,11 @@ def token_logprobs_forward(logits, targets, temperature, vocab_size):
     return logprobs, entropy, lse
 
 
-def token_logprobs_backward(logits, targets, lse, entropy, dlogprobs, dentropy, temperature, vocab_size):
-    """dlogits like logits: (dlogprobs·(1[target] − p) − dentropy·p·(log p + H)) / T. dentropy may be None."""
+def token_logprobs_backward(logits, targets, lse, entropy, dlogprobs, dentropy, temperature, vocab_size, out=None):
+    """dlogits like logits: (dlogprobs·(1[target] − p) − dentropy·p·(log p + H)) / T. dentropy may be None.
+
+    out: where it is written, which may be the logits themselves; default: a new array.
+    """
     scaled = _scaled(logits, temperature, vocab_size)
     log_p = scaled - lse[:, None]
     p = np.exp(log_p)
@@ -39,8 +42,9 @@ def token_logprobs_backward(logits, targets, lse, entropy, dlogprobs, dentropy, 
     grad[rows, targets[rows]] += dlogprobs[rows]
     if dentropy is not None:
         grad -= dentropy[:, None] * p * (np.maximum(log_p, LOWEST_LOG_P) + entropy[:, None])
-    dlogits = np.zeros_like(logits)
+    dlogits = np.empty_like(logits) if out is None else out
     dlogits[:, :vocab_size] = grad / temperature
+    dlogits[:, vocab_size:] = 0
     return dlogits
 
 

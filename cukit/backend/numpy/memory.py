@@ -29,6 +29,29 @@ def memory_info() -> tuple[int, int]:
     return free, total
 
 
+def memory_taken() -> int:
+    """Bytes that this process holds."""
+    return psutil.Process().memory_info().rss
+
+
+def free_unused_memory() -> None:
+    """Nothing to do: the system has what is freed."""
+
+
+def limit_memory(nbytes: int | None) -> None:
+    """Plans count on `nbytes` at most from now on; None: on all that there is. The system may give more than that."""
+    global _limit
+    _limit = nbytes
+
+
+def memory_limit() -> int | None:
+    """What limit_memory() said."""
+    return _limit
+
+
+_limit: int | None = None
+
+
 def _container_limits():
     """(limit, bytes in use) of this process's control groups and those above them; none outside Linux."""
     try:

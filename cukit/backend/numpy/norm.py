@@ -38,3 +38,8 @@ def add_rms_norm_backward(dw, dy, dsummed, summed, w, rstd):
     """The gradient of both x and residual: dsummed (or None) + what comes through the norm."""
     dx = rms_norm_backward(dw, dy, summed, w, rstd)
     return dx if dsummed is None else dx + dsummed
+
+
+def add_rms_norm_backward_remade(dw, dy, dsummed, summed, w, rstd, eps):
+    """What add_rms_norm_backward gives, and rms_norm_forward's y of summed to the bit."""
+    return add_rms_norm_backward(dw, dy, dsummed, summed, w, rstd), rms_norm_forward(summed, w, eps)[0]

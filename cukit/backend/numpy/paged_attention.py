@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from ..e4m3 import decode, encode
 from .attention_core import CHUNK_KEYS, chunked_attention
 
 __all__ = ["copy_blocks", "paged_decode_attention", "paged_prefill_attention", "store_kv", "update_block_tables"]
@@ -17,6 +18,7 @@ _GATHER_ELEMENTS = 1 << 24  # keys of at most about this many elements are gathe
 
 def store_kv(k_cache, v_cache, qkv, slot_mapping, num_heads, num_kv_heads):
     """Write the keys and values of qkv (T, (H + 2K) * D) into the caches (num_blocks, block_size, K, D), in place.
+    Caches are of qkv's dtype, or uint8: E4M3 codes (../e4m3.py), to which the numbers are rounded.
 
     slot_mapping (T) int64: where each row goes. Slot = block * block_size + offset in the block; -1 = not stored.
     """
@@ -27,8 +29,11 @@ def store_kv(k_cache, v_cache, qkv, slot_mapping, num_heads, num_kv_heads):
         stored = slots >= 0
         rows, slots = rows[stored], slots[stored]
     shape, values_start = (num_blocks * block_size, num_kv_heads, head_dim), num_heads + num_kv_heads
-    k_cache.reshape(shape)[slots] = rows[:, num_heads:values_start]
-    v_cache.reshape(shape)[slots] = rows[:, values_start:]
+    keys, values = rows[:, num_heads:values_start], rows[:, values_start:]
+    if k_cache.dtype == np.uint8:
+        keys, values = encode(keys), encode(values)
+    k_cache.reshape(shape)[slots] = keys
+    v_cache.reshape(shape)[slots] = values
 
 
 def copy_blocks(caches, src, dst):
@@ -61,7 +66,7 @@ def paged_decode_attention(qkv, k_cache, v_cache, block_tables, context_lens, nu
     if len(lengths) and lengths.max() > max_context_len:
         raise ValueError(f"paged attention: {lengths.max()} keys, more than max_context_len={max_context_len}")
     for rows in _decode_groups(lengths, k_cache):
-        keys, values = _gather(k_cache, v_cache, block_tables, lengths, rows)
+        keys, values = _gather(k_cache, v_cache, block_tables, lengths, rows, qkv.dtype)
         out[rows] = chunked_attention(queries[rows][:, None], keys, values, lengths[rows])[0][:, 0]
     return out.reshape(batch, num_heads * head_dim)
 
@@ -85,7 +90,7 @@ def paged_prefill_attention(qkv, k_cache, v_cache, block_tables, cu_seqlens_q, c
         at_once = max(1, _GATHER_ELEMENTS // (length * k_cache[0, 0].size))
         for start in range(0, len(members), at_once):
             rows = np.array(members[start : start + at_once])
-            keys, values = _gather(k_cache, v_cache, block_tables, lengths, rows)
+            keys, values = _gather(k_cache, v_cache, block_tables, lengths, rows, qkv.dtype)
             tokens = starts[rows][:, None] + np.arange(count)
             out[tokens] = chunked_attention(queries[tokens], keys, values, lengths[rows])[0]
     return out.reshape(len(qkv), num_heads * head_dim)
@@ -109,8 +114,8 @@ def _decode_groups(lengths, k_cache):
     return groups
 
 
-def _gather(k_cache, v_cache, block_tables, lengths, rows):
-    """Keys and values (G, longest, K, D) of the sequences `rows`; entries beyond a sequence's length are 0."""
+def _gather(k_cache, v_cache, block_tables, lengths, rows, dtype):
+    """Keys and values (G, longest, K, D) of the sequences `rows` in dtype; entries beyond a sequence's length are 0."""
     block_size, num_kv_heads, head_dim = k_cache.shape[1:]
     row_lengths = lengths[rows]
     longest = max(1, int(row_lengths.max()))  # a group of ghost rows reads one block, all masked
@@ -121,6 +126,8 @@ def _gather(k_cache, v_cache, block_tables, lengths, rows):
     shape = (len(rows), width * block_size, num_kv_heads, head_dim)
     keys = k_cache[blocks].reshape(shape)[:, :longest]
     values = v_cache[blocks].reshape(shape)[:, :longest]
+    if k_cache.dtype == np.uint8:
+        keys, values = decode(keys, dtype), decode(values, dtype)
     if (row_lengths != longest).any():  # a stale NaN times a weight of 0 would be NaN, so clear what is masked
         beyond = np.arange(longest) >= row_lengths[:, None]
         keys[beyond] = 0

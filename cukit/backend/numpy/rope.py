@@ -29,7 +29,7 @@ def qk_norm_rope_forward(qkv, q_weight, k_weight, cos, sin, positions, num_heads
 def qk_norm_rope_backward(
     dq_weight, dk_weight, dout, qkv, q_weight, k_weight, rstd, cos, sin, positions, num_heads, num_kv_heads
 ):
-    """dqkv like qkv; adds to dq_weight, dk_weight (unless None)."""
+    """dqkv like qkv; adds to dq_weight, dk_weight (unless None). Without a norm qkv's values are not read."""
     num = num_heads + 2 * num_kv_heads
     shape = (len(qkv), num, qkv.shape[1] // num)
     turned = num_heads + num_kv_heads

@@ -1,0 +1,89 @@
+"""lora_adapter_path: a run that begins with a trained adapter."""
+
+import json
+
+import pytest
+
+import cukit_cli
+from cukit import RewardConfig
+from cukit.models.adapter_files import adapter_config
+from cukit.trainers.lora import with_peft
+
+from .conftest import FOLDER
+from .test_lora import LORA, WAYS, assert_equal_factors, factors_of
+
+START = dict(use_peft=True, learning_rate=0.02)
+
+
+@pytest.fixture
+def first(make_sft):
+    """A run with an adapter of rank 4 at all layers."""
+    trainer = make_sft(**LORA, use_rslora=True, max_steps=2)
+    trainer.train()
+    return trainer
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_run_begins_with_the_factors_of_the_folder(make_sft, first, way):
+    trainer = make_sft(**START, lora_way=way, lora_adapter_path=str(first.run_folder), max_steps=2)
+    assert_equal_factors(trainer, first)
+    config, before = trainer.model.adapter.config, factors_of(first)
+    assert (config.r, config.targets, config.use_rslora) == (4, first.model.adapter.config.targets, True)
+    trainer.train()
+    assert all((view != before[name]).any() for name, view in factors_of(trainer).items())
+    assert trainer.run_config()["lora_r"] == 4, "config.yaml says what the adapter is"
+
+
+def test_it_resumes_bit_for_bit(make_sft, first, tmp_path):
+    options = START | dict(lora_adapter_path=str(first.run_folder), lr_scheduler_type="constant")
+    whole = make_sft(**options, max_steps=4)
+    whole.train()
+    folder = str(tmp_path / "cut")
+    make_sft(**options, max_steps=2, output_dir=folder).train()
+    again = make_sft(**options, max_steps=4, output_dir=folder)
+    again.train(resume_from_checkpoint="latest")
+    assert_equal_factors(whole, again)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"lora_r": 8}, "lora_r=8, and lora_adapter_path=.* has 4: leave lora_r out"),
+        ({"lora_alpha": 3.0}, "lora_alpha=3.0, and lora_adapter_path=.* has 32"),
+        ({"use_rslora": False}, "use_rslora=False, and lora_adapter_path=.* has True"),
+        ({"lora_target_modules": ["q_proj"]}, "lora_target_modules is another choice"),
+        ({"use_peft": False}, "without use_peft there is no use for lora_adapter_path"),
+    ],
+)
+def test_another_kind_is_refused(make_sft, first, changes, message):
+    with pytest.raises(ValueError, match=message) as raised:
+        make_sft(**START | {"lora_adapter_path": str(first.run_folder)} | changes)
+    assert "\n" not in str(raised.value)
+
+
+def test_equal_options_may_be_given(make_sft, first):
+    given = dict(lora_r=4, lora_target_modules=["all-linear"], use_rslora=True)
+    trainer = make_sft(**START, **given, lora_adapter_path=str(first.run_folder))
+    assert_equal_factors(trainer, first)
+
+
+def test_a_reward_model_and_a_language_model_do_not_share_one(first):
+    args = RewardConfig(**START, lora_adapter_path=str(first.run_folder))
+    with pytest.raises(ValueError, match="is a language model's adapter, and this trains the other kind of model"):
+        with_peft(args, None, "score")
+
+
+def test_commands_say_what_the_adapter_is(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    argv = ["sft", "--model", str(FOLDER), "--data", "data/arithmetic/sft.jsonl", "--use_peft", "--device", "cpu"]
+    steps = ["--max_steps", "1", "--learning_rate", "0.05"]
+    assert cukit_cli.main([*argv, *steps, "--lora_r", "3", "--output_dir", "run"]) == 0
+    capsys.readouterr()
+    assert cukit_cli.main([*argv, "--lora_adapter_path", "run", "--dry_run"]) == 0
+    assert "lora_r: 3\n" in capsys.readouterr().out
+    assert cukit_cli.main([*argv, *steps, "--lora_adapter_path", "run", "--output_dir", "more"]) == 0
+    assert adapter_config("more").r == 3
+    assert json.loads((tmp_path / "more/adapter_config.json").read_text())["base_model_name_or_path"] == str(FOLDER)
+    more = ["--config", "more/config.yaml", "--output_dir", "again"]
+    assert cukit_cli.main(["sft", *more]) == 0, "the file that a run writes can be given"
+    assert adapter_config("again").r == 3
