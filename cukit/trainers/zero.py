@@ -53,6 +53,8 @@ class ShardedAdamW(AdamW):
     """
 
     def __init__(self, store: Any, *settings: Any, group: Group, host: Group, **more: Any):
+        if more.get("state_form") == "int8":
+            raise ValueError("zero_stage=1 would cut the blocks of optimizer_state=int8; give optimizer_state=bfloat16")
         self._group, self._host = group, host
         self._shards = {bucket: Shard(bucket, group.rank, group.size) for bucket in store.buckets}
         super().__init__(store, *settings, **more)

@@ -110,6 +110,23 @@ def test_sigusr1_at_mpirun_stops_all_in_order(tmp_path):
     assert steps[0] == steps[1] == int(latest_checkpoint(tmp_path / "run" / "run").name.split("-")[1])
 
 
+def test_benchmarks_report_once(tmp_path):
+    """bench train and bench grpo count the tokens of all processes."""
+    for name, sizes, key in (
+        ("train", ("--rows", "2", "--tokens_per_row", "16", "--completion", "8", "--zero_stage", "1"), "tokens"),
+        ("grpo", ("--prompts", "2", "--num_generations", "2", "--prompt_length", "4", "--max_completion_length", "4"),
+         "samples"),
+    ):  # fmt: skip
+        words = ["-m", "cukit", "bench", name, "--model", "tiny", "--device", "cpu", "--repeats", "1", *sizes]
+        output = tmp_path / f"{name}.json"
+        done = subprocess.run(command(2, *words, "--output", output), capture_output=True, text=True, timeout=240,
+                              env=environment())  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert done.stdout.count("rows:") == 1
+        report = json.loads(output.read_text())
+        assert report["processes"] == 2 and {row[key] for row in report["rows"]} == {64 if key == "tokens" else 8}
+
+
 def test_nothing_is_left_behind(tmp_path):
     """No process, and no folder of the watch, after a run that went well."""
     process = start(2, tmp_path, {"run": CASE}, TMPDIR=str(tmp_path))

@@ -6,6 +6,7 @@ import pytest
 from cukit.backend import backend_for
 from cukit.models.store import PIECES, Bucket
 from cukit.optim import AdamW
+from cukit.parallel.group import Group
 from cukit.trainers.ranks import Ranks
 from cukit.trainers.zero import Shard, ShardedAdamW
 
@@ -110,5 +111,7 @@ def test_codes_are_refused():
 
     with pytest.raises(ValueError, match="optimizer_state=int8 has blocks that zero_stage=1 would cut"):
         SFTConfig(zero_stage=1, optimizer_state="int8")
+    with pytest.raises(ValueError, match="would cut the blocks of optimizer_state=int8"):
+        ShardedAdamW(run_trainer.model().trained_store, group=Group(), host=Group(), state_form="int8")
     with pytest.raises(ValueError, match="zero_stage"):
         SFTConfig(zero_stage=3)
