@@ -10,7 +10,6 @@
 __device__ inline float sigmoid(float x) { return tanhf(x * 0.5f) * 0.5f + 0.5f; }
 
 extern "C" __global__ void silu_mul_forward(SCALAR* y, const SCALAR* gate_up, int F, int blocks_per_row) {
-    wait_for_inputs();
     const int row = blockIdx.x / blocks_per_row;
     const int col = (blockIdx.x % blocks_per_row * blockDim.x + threadIdx.x) * VECTOR;
     if (col >= F) return;

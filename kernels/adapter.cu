@@ -50,7 +50,6 @@ merge_adapter(SCALAR* out, const SCALAR* w, const float* a, const float* b, floa
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) add_in_place(SCALAR* y, const SCALAR* change, long long size) {
-    wait_for_inputs();
     const long long first = ((long long)blockIdx.x * THREADS + threadIdx.x) * VECTOR;
     if (first >= size) return;
     if (aligned16(y) && aligned16(change) && first + VECTOR <= size) {
@@ -68,7 +67,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) add_in_place(SCALAR* y, co
 // Grid (rows): a block a row. owners (rows).
 extern "C" __global__ void __launch_bounds__(THREADS)
 change_rows(SCALAR* y, const SCALAR* change, const int* owners, int owner, int instead, int cols) {
-    wait_for_inputs();
     if (owners[blockIdx.x] != owner) return;
     const long long row = (long long)blockIdx.x * cols;
     const bool vectorised = cols % VECTOR == 0 && aligned16(y) && aligned16(change);

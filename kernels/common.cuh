@@ -25,14 +25,6 @@ constexpr float LN_2 = 0.6931471805599453f;
 __device__ __forceinline__ int lane() { return threadIdx.x % WARP; }
 __device__ __forceinline__ int warp_index() { return threadIdx.x / WARP; }
 
-// The first statement of a kernel that may be set up before the kernel ahead has ended (cukit/backend/cuda/early.py).
-// It lets the kernel behind do the same, then waits until all that the kernel ahead wrote is there.
-__device__ __forceinline__ void wait_for_inputs() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.launch_dependents;\n\tgriddepcontrol.wait;" ::: "memory");
-#endif
-}
-
 // ---- conversions: float is what sums are taken in; storing rounds to nearest even ----
 
 __device__ inline float to_float(float x) { return x; }

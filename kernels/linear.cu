@@ -39,7 +39,6 @@ __device__ inline void load_slice(Slice& slice, const SCALAR* matrix, long long 
 // Grid (ceil(outs / TILE), ceil(rows / TILE)). bias may be null.
 extern "C" __global__ void __launch_bounds__(THREADS)
 linear_in_order(SCALAR* y, const SCALAR* x, const SCALAR* w, const SCALAR* bias, long long rows, int ins, int outs) {
-    wait_for_inputs();
     __shared__ alignas(16) Slice x_slices[STAGES], w_slices[STAGES];
     const long long first_row = (long long)blockIdx.y * TILE;
     const int first_out = blockIdx.x * TILE, lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
@@ -120,7 +119,6 @@ __device__ inline void store_pieces(float (&slice)[SLICE][ROW], const float (&pi
 
 extern "C" __global__ void __launch_bounds__(THREADS)
 linear_in_order(SCALAR* y, const SCALAR* x, const SCALAR* w, const SCALAR* bias, long long rows, int ins, int outs) {
-    wait_for_inputs();
     __shared__ alignas(16) float xs[2][SLICE][ROW], ws[2][SLICE][ROW];
     const long long first_row = (long long)blockIdx.y * TILE;
     // A thread has four rows from `row` on, and the four that lie 32 further down.
@@ -174,13 +172,11 @@ linear_in_order(SCALAR* y, const SCALAR* x, const SCALAR* w, const SCALAR* bias,
 
 // y[t] = row; a block a row
 extern "C" __global__ void broadcast_row(SCALAR* y, const SCALAR* row, int C) {
-    wait_for_inputs();
     copy_row(y + (long long)blockIdx.x * C, row, C, C % VECTOR == 0 && aligned16(y) && aligned16(row));
 }
 
 // out[0 … used - 1] = x, then zeros up to total; a thread does VECTOR elements
 extern "C" __global__ void pad_rows(SCALAR* out, const SCALAR* x, long long used, long long total) {
-    wait_for_inputs();
     const long long first = ((long long)blockIdx.x * blockDim.x + threadIdx.x) * VECTOR;
     if (used % VECTOR == 0 && total % VECTOR == 0 && aligned16(out) && aligned16(x)) {
         if (first < total) store_vec(out + first, first < used ? load_vec<VECTOR>(x + first) : Vec<SCALAR, VECTOR>{});

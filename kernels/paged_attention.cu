@@ -41,7 +41,6 @@ __device__ __forceinline__ void store_cached(E4m3* to, const Vec<SCALAR, 8 / siz
 extern "C" __global__ void __launch_bounds__(256)
 store_kv(void* k_cache, void* v_cache, const SCALAR* qkv, const long long* slot_mapping, int total_tokens,
          int num_heads, int num_kv_heads) {
-    wait_for_inputs();
     constexpr int WIDTH = 8 / sizeof(SCALAR);
     const int per_tensor = num_kv_heads * HEAD_DIM / WIDTH;
     const long long index = blockIdx.x * 256ll + threadIdx.x;
@@ -135,7 +134,6 @@ extern "C" __global__ void __launch_bounds__(CHUNK_THREADS)
 paged_decode_chunks(SCALAR* o, float* partial_out, float* partial_stats, const SCALAR* qkv, const void* k_cache,
                     const void* v_cache, const int* block_tables, const int* context_lens, int num_heads,
                     int num_kv_heads, int block_size, int max_blocks, float scale) {
-    wait_for_inputs();
     const int chunk = blockIdx.x, chunks = gridDim.x, sequence = blockIdx.z, context = context_lens[sequence];
     if (chunk * CHUNK_KEYS >= context && chunks > 1) return;
     const int group = num_heads / num_kv_heads, head_tiles = (group + 15) / 16;
@@ -162,7 +160,6 @@ paged_decode_chunks(SCALAR* o, float* partial_out, float* partial_stats, const S
 extern "C" __global__ void __launch_bounds__(256)
 paged_decode_merge(SCALAR* o, const float* partial_out, const float* partial_stats, const int* context_lens,
                    int num_heads, int chunks) {
-    wait_for_inputs();
     if (threadIdx.x >= HEAD_DIM) return;
     const long long row = (long long)blockIdx.y * num_heads + blockIdx.x;
     o[row * HEAD_DIM + threadIdx.x] =

@@ -227,7 +227,6 @@ __device__ __forceinline__ void few_rows(const Ending& ending, const SCALAR* x, 
 extern "C" __global__ void __launch_bounds__(THREADS)
 quantized_few_rows(SCALAR* y, const SCALAR* x, const void* q, const float* scale, const SCALAR* bias,
                    const SCALAR* addend, int rows, int ins, int outs, int out_tiles, int row_tiles) {
-    wait_for_inputs();
     const Ending ending{y, bias, addend, scale, outs};
     const unsigned char* bytes = reinterpret_cast<const unsigned char*>(q);
     if (out_tiles == 1 && row_tiles == 1)
@@ -263,7 +262,6 @@ __device__ __forceinline__ void part_of_rows(float* partial, const SCALAR* x, co
 // or 8.
 extern "C" __global__ void __launch_bounds__(PART_WARPS * WARP)
 quantized_parts(float* partial, const SCALAR* x, const void* q, long long rows, int ins, int outs, int row_tiles) {
-    wait_for_inputs();
     const unsigned char* bytes = reinterpret_cast<const unsigned char*>(q);
     if (row_tiles == 4)
         part_of_rows<4>(partial, x, bytes, rows, ins, outs);
@@ -275,7 +273,6 @@ quantized_parts(float* partial, const SCALAR* x, const void* q, long long rows, 
 extern "C" __global__ void __launch_bounds__(THREADS)
 quantized_merge(SCALAR* y, const float* partial, const float* scale, const SCALAR* bias, const SCALAR* addend,
                 long long rows, int outs) {
-    wait_for_inputs();
     const long long at = (long long)blockIdx.x * THREADS + threadIdx.x, size = rows * outs;
     if (at >= size) return;
     float sum = partial[at];

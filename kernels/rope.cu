@@ -2,6 +2,7 @@
 // copied.
 //   forward:  q, k head -> RMSNorm with q_weight or k_weight (D,), rounded -> rotation of the pairs (i, i + D/2) by
 //             positions[t]
+//   store:    forward, with keys and values to a paged cache
 //   backward: the rotation turned back, rounded, then the norm's gradient; the weights' gradients in partial sums
 //             (2, gridDim.x, D)
 // cos, sin (P, D/2), weights and rstd (T, H + K) are float; null weights: no norm. LANES neighbouring lanes do a head:
@@ -75,16 +76,18 @@ template <class Function> __device__ __forceinline__ void for_each_pair(Function
         for (int i = 0; i < VECTOR; i++) function(j, i);
 }
 
-// Grid: enough blocks for T · (H + 2K) heads, GROUPS a block.
-extern "C" __global__ void __launch_bounds__(THREADS)
-qk_norm_rope_forward(SCALAR* out, float* rstd, const SCALAR* qkv, const float* q_weight, const float* k_weight,
-                     const float* cos, const float* sin, const int* positions, int T, int H, int K, int D, float eps) {
-    wait_for_inputs();
+// One head of one token: of T · (H + 2K), that of this thread's group. The turned (or copied) values go to
+// row_of(token, head), which may be null; rstd may be, too.
+template <class RowOf>
+__device__ __forceinline__ void turn_head(RowOf row_of, bool rows_aligned, float* rstd, const SCALAR* qkv,
+                                          const float* q_weight, const float* k_weight, const float* cos,
+                                          const float* sin, const int* positions, int T, int H, int K, int D,
+                                          float eps) {
     const int lane = threadIdx.x % LANES, half = D / 2;
     const unsigned heads = H + 2 * K, index = blockIdx.x * GROUPS + threadIdx.x / LANES;
     const bool inside = index < T * heads;  // lanes outside stay for the shuffles
     const unsigned t = index / heads, head = index % heads;
-    const bool vectorised = half % VECTOR == 0 && aligned16(out) && aligned16(qkv) && aligned16(q_weight) &&
+    const bool vectorised = half % VECTOR == 0 && rows_aligned && aligned16(qkv) && aligned16(q_weight) &&
                             aligned16(k_weight) && aligned16(cos) && aligned16(sin);
     const bool turned = inside && head < H + K;
     Slice x = {};
@@ -97,7 +100,7 @@ qk_norm_rope_forward(SCALAR* out, float* rstd, const SCALAR* qkv, const float* q
         });
         const Wide inverse = inverse_rms(warp_sum<LANES>(squares), D, eps);
         if (turned) {
-            if (lane == 0) rstd[(long long)t * (H + K) + head] = inverse;
+            if (lane == 0 && rstd != nullptr) rstd[(long long)t * (H + K) + head] = inverse;
             Slice w = {};
             w.load(head < H ? q_weight : k_weight, half, lane, vectorised);
             for_each_pair([&](int j, int i) {
@@ -110,7 +113,31 @@ qk_norm_rope_forward(SCALAR* out, float* rstd, const SCALAR* qkv, const float* q
         const long long row = (long long)positions[t] * half;
         x.rotate(cos + row, sin + row, half, lane, vectorised, 1.0f);
     }
-    if (inside) x.store(out + (long long)index * D, half, lane, vectorised);
+    if (!inside) return;
+    SCALAR* to = row_of(t, head);
+    if (to != nullptr) x.store(to, half, lane, vectorised);
+}
+
+// Grid: enough blocks for T · (H + 2K) heads, GROUPS a block.
+extern "C" __global__ void __launch_bounds__(THREADS)
+qk_norm_rope_forward(SCALAR* out, float* rstd, const SCALAR* qkv, const float* q_weight, const float* k_weight,
+                     const float* cos, const float* sin, const int* positions, int T, int H, int K, int D, float eps) {
+    auto row_of = [&](unsigned t, unsigned head) { return out + ((long long)t * (H + 2 * K) + head) * D; };
+    turn_head(row_of, aligned16(out), rstd, qkv, q_weight, k_weight, cos, sin, positions, T, H, K, D, eps);
+}
+
+// The same grid. Keys and values go to slots (T) int64 of the caches (slots, K, D), those of slot -1 nowhere.
+extern "C" __global__ void __launch_bounds__(THREADS)
+qk_norm_rope_store(SCALAR* out, SCALAR* k_cache, SCALAR* v_cache, const long long* slots, const SCALAR* qkv,
+                   const float* q_weight, const float* k_weight, const float* cos, const float* sin,
+                   const int* positions, int T, int H, int K, int D, float eps) {
+    auto row_of = [&](unsigned t, unsigned head) -> SCALAR* {
+        if (head < H) return out + ((long long)t * (H + 2 * K) + head) * D;
+        const long long slot = slots[t];
+        return slot < 0 ? nullptr : (head < H + K ? k_cache : v_cache) + (slot * K + (head - H) % K) * D;
+    };
+    turn_head(row_of, aligned16(out) && aligned16(k_cache) && aligned16(v_cache), nullptr, qkv, q_weight, k_weight, cos,
+              sin, positions, T, H, K, D, eps);
 }
 
 // Grid (blocks, 3): blockIdx.y = 0 does q, 1 k, 2 v; a block goes through heads of its kind and sums its share of the

@@ -126,7 +126,6 @@ sample(int* tokens, float* logprobs, const SCALAR* logits, const float* temperat
        const float* top_p, const float* min_p, const unsigned long long* seeds, const long long* positions,
        const int* banned, const float* repetition_penalty, const bool* seen, long long stride, int vocab_size,
        int num_banned) {
-    wait_for_inputs();
     __shared__ Workspace work;
     const long long b = blockIdx.x;
     const bool greedy = temperature[b] == 0.0f;
@@ -164,7 +163,6 @@ sample(int* tokens, float* logprobs, const SCALAR* logits, const float* temperat
 extern "C" __global__ void __launch_bounds__(LOGITS_THREADS)
 filter_logits(SCALAR* kept, const SCALAR* scaled_logits, const int* top_k, const float* top_p, const float* min_p,
               int vocab_size) {
-    wait_for_inputs();
     __shared__ Workspace work;
     const long long b = blockIdx.x;
     Row row = {scaled_logits + b * vocab_size, nullptr, nullptr, 0, vocab_size, 1.0f, 1.0f, false};

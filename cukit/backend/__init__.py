@@ -70,6 +70,7 @@ CONTRACT = {
         "copy_blocks",
         "paged_decode_attention",
         "paged_prefill_attention",
+        "qk_norm_rope_store",
         "store_kv",
         "update_block_tables",
     ),

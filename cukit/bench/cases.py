@@ -15,7 +15,7 @@ import numpy as np
 from ..models.decoder import rope_tables
 from .decoding_cases import paged_attention_cases, sampling_cases
 from .weight_cases import linear_cases, optimizer_cases
-from .workbench import FLOAT, HEAD_ROWS, INT, Case, Workbench, visible_pairs
+from .workbench import BLOCK_SIZE, FLOAT, HEAD_ROWS, INT, Case, Workbench, visible_pairs
 
 __all__ = ["Case", "Workbench", "all_cases", "visible_pairs"]
 
@@ -97,8 +97,14 @@ def rope_cases(b: Workbench) -> Iterator[Case]:
         gradients = [b.zeros(b.dim) if config.qk_norm else None for _ in range(2)]
         return *gradients, b.random(b.tokens, b.width), qkv, q_weight, k_weight, rstd, cos, sin, places, *heads
 
+    def store():
+        blocks = -(-b.tokens // BLOCK_SIZE)
+        caches = [b.random(blocks, BLOCK_SIZE, b.kv_heads, b.dim) for _ in range(2)]
+        return *caches, b.backend.array(np.arange(b.tokens, dtype=np.int64)), *forward()
+
     always = tables + INT * b.tokens + rstd
     yield Case("qk_norm_rope_forward", shape, forward, 2 * whole + always + weights)
+    yield Case("qk_norm_rope_store", shape, store, 2 * whole + always - rstd + weights + 8 * b.tokens)
     # the norm's gradient reads q and k again
     yield Case("qk_norm_rope_backward", shape, backward, 2 * whole + normed * b.dim * b.size + always + 3 * weights)
 

@@ -1,12 +1,37 @@
-"""Three ways to attend, one for each use of the forward pass. Each is called attend(layer_index, qkv, num_heads,
-num_kv_heads) -> (T, H·D).
+"""Three ways to attend, one for each use of the forward pass. Each is called attend(layer_index, qkv, turn) -> (T, H·D)
+with qkv (T, (H + 2K)·D) as the projection gives it.
 """
 
 from dataclasses import dataclass
 from typing import Any
 
-from ..autograd import Tensor
-from ..ops import attention
+from ..autograd import Parameter, Tensor
+from ..ops import attention, qk_norm_rope
+
+
+@dataclass(slots=True)
+class Turn:
+    """What happens to a layer's q and k before attention: see ops.qk_norm_rope."""
+
+    q_weight: Parameter | None
+    k_weight: Parameter | None
+    cos: Any
+    sin: Any
+    positions: Any
+    num_heads: int
+    num_kv_heads: int
+    eps: float
+
+    def __call__(self, qkv: Tensor) -> Tensor:
+        given = self.q_weight, self.k_weight, self.cos, self.sin, self.positions
+        return qk_norm_rope(qkv, *given, self.num_heads, self.num_kv_heads, self.eps)
+
+    def into(self, k_cache, v_cache, slot_mapping, qkv: Tensor):
+        """Keys and values go to their slots of the caches. Returns an array like qkv that has the queries."""
+        weights = [None if weight is None else weight.data for weight in (self.q_weight, self.k_weight)]
+        sizes = self.num_heads, self.num_kv_heads, self.eps
+        caches = k_cache, v_cache, slot_mapping
+        return qkv.backend.qk_norm_rope_store(*caches, qkv.data, *weights, self.cos, self.sin, self.positions, *sizes)
 
 
 @dataclass(slots=True)
@@ -15,8 +40,8 @@ class PackedCausal:
 
     cu_seqlens: Any
 
-    def __call__(self, layer_index, qkv, num_heads, num_kv_heads):
-        return attention(qkv, self.cu_seqlens, num_heads, num_kv_heads)
+    def __call__(self, layer_index, qkv, turn):
+        return attention(turn(qkv), self.cu_seqlens, turn.num_heads, turn.num_kv_heads)
 
 
 @dataclass(slots=True)
@@ -34,14 +59,10 @@ class PagedPrefill:
     context_lens: Any
     slot_mapping: Any
 
-    def __call__(self, layer_index, qkv, num_heads, num_kv_heads):
-        be, (k_cache, v_cache) = qkv.backend, self.kv[layer_index]
-        be.store_kv(k_cache, v_cache, qkv.data, self.slot_mapping, num_heads, num_kv_heads)
-        return Tensor(
-            be.paged_prefill_attention(
-                qkv.data, k_cache, v_cache, self.block_tables, self.cu_seqlens_q, self.context_lens, num_heads
-            )
-        )
+    def __call__(self, layer_index, qkv, turn):
+        caches = self.kv[layer_index]
+        q, given = turn.into(*caches, self.slot_mapping, qkv), (self.block_tables, self.cu_seqlens_q, self.context_lens)
+        return Tensor(qkv.backend.paged_prefill_attention(q, *caches, *given, turn.num_heads))
 
 
 @dataclass(slots=True)
@@ -54,8 +75,7 @@ class PagedDecode:
     slot_mapping: Any
     max_context_len: int
 
-    def __call__(self, layer_index, qkv, num_heads, num_kv_heads):
-        be, (k_cache, v_cache) = qkv.backend, self.kv[layer_index]
-        be.store_kv(k_cache, v_cache, qkv.data, self.slot_mapping, num_heads, num_kv_heads)
-        tables, lengths, longest = self.block_tables, self.context_lens, self.max_context_len
-        return Tensor(be.paged_decode_attention(qkv.data, k_cache, v_cache, tables, lengths, num_heads, longest))
+    def __call__(self, layer_index, qkv, turn):
+        caches = self.kv[layer_index]
+        q, given = turn.into(*caches, self.slot_mapping, qkv), (self.block_tables, self.context_lens)
+        return Tensor(qkv.backend.paged_decode_attention(q, *caches, *given, turn.num_heads, self.max_context_len))

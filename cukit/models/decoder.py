@@ -10,8 +10,9 @@ import math
 import numpy as np
 
 from ..autograd import Tensor, recompute, remaking
-from ..ops import add_rms_norm, qk_norm_rope, silu_mul
+from ..ops import add_rms_norm, silu_mul
 from .adapters import Adapter
+from .attend import Turn
 from .config import LEVELS, LEVELS_OF_BOOLS, ModelConfig
 from .heads import LanguageModelHead, ScoreHead
 from .modules import Embedding, Linear, Module, RMSNorm, declare
@@ -21,7 +22,7 @@ MAX_SEED = 2**64 - 1
 
 
 class Attention(Module):
-    """Projections, q/k norm, rotary embedding; the attention itself is the `attend` object's."""
+    """Projections; q/k norm, rotary embedding and the attention itself are the `attend` object's."""
 
     def __init__(self, config: ModelConfig, backend, dtype, layer_index: int):
         self.config, self.layer_index = config, layer_index
@@ -33,11 +34,10 @@ class Attention(Module):
         self.k_norm = RMSNorm(backend, dtype, config.head_dim, config.rms_norm_eps) if config.qk_norm else None
 
     def __call__(self, x, positions, attend, rope):
-        heads, kv_heads = self.config.num_attention_heads, self.config.num_key_value_heads
-        q_weight, k_weight = (self.q_norm.weight, self.k_norm.weight) if self.q_norm else (None, None)
-        eps = self.config.rms_norm_eps
-        qkv = qk_norm_rope(self.qkv_proj(x), q_weight, k_weight, *rope, positions, heads, kv_heads, eps)
-        return self.o_proj(attend(self.layer_index, qkv, heads, kv_heads))
+        config, weights = self.config, (self.q_norm.weight, self.k_norm.weight) if self.q_norm else (None, None)
+        sizes = config.num_attention_heads, config.num_key_value_heads, config.rms_norm_eps
+        turn = Turn(*weights, *rope, positions, *sizes)
+        return self.o_proj(attend(self.layer_index, self.qkv_proj(x), turn))
 
 
 class MLP(Module):

@@ -9,6 +9,7 @@ others half a second after one was killed, and the reason has to be on the scree
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 import socket
@@ -25,6 +26,8 @@ from typing import Any
 import psutil
 
 from .group import RankLost
+
+logger = logging.getLogger(__name__)
 
 TICK, BEAT = 0.1, 1.0  # seconds between two looks at the processes of this host, and between two at the files
 SILENT = 30.0  # seconds without a beat after which a rank counts as lost, unless its process is seen to run
@@ -104,7 +107,11 @@ class Watch:
         one_host = len({fact["host"] for fact in facts}) == 1
         made = _make_folder(one_host) if self.rank == 0 else ""
         folder = Path(group.gather_values(made, "start")[0])
-        if not all(group.gather_values(folder.is_dir(), "start")):  # without files a time-out still ends a wait
+        if not all(group.gather_values(folder.is_dir(), "start")):
+            if self.rank == 0:
+                logger.warning(
+                    "the hosts share no folder %s: a rank that dies or hangs is noticed after ddp_timeout only", folder
+                )
             return
         self.folder = folder
         for rank, fact in enumerate(facts):
@@ -112,6 +119,7 @@ class Watch:
                 self.peers.append(Peer(rank, fact["host"], fact["pid"], _process(fact)))
         self._write()
         group.barrier("start")
+        self._busy = True  # models are loaded now
         threading.Thread(target=self._run, name="watch of ranks", daemon=True).start()
 
     # ---- the main thread ----

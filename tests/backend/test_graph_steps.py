@@ -2,8 +2,6 @@
 notes, without a GPU.
 """
 
-from contextlib import nullcontext
-
 import pytest
 
 pytest.importorskip("cupy", reason="steps are captured through CuPy")
@@ -44,7 +42,6 @@ def stream(monkeypatch):
     notes.clear()
     stream = Stream()
     monkeypatch.setattr(graph, "_stream", lambda: stream)
-    monkeypatch.setattr(graph, "early_launches", nullcontext)
     return stream
 
 

@@ -2,7 +2,6 @@
 tests/test_loader.py
 """
 
-import ctypes
 import shutil
 
 import numpy as np
@@ -11,7 +10,7 @@ import pytest
 pytest.importorskip("cupy", reason="the loader needs CuPy: pip install 'cukit[compile]'")
 
 from cukit.backend.cuda import compile as compiler  # noqa: E402
-from cukit.backend.cuda import cublas, early, loader  # noqa: E402
+from cukit.backend.cuda import cublas, loader  # noqa: E402
 
 SOURCE = """
 // A comment with extern "C" __global__ void not_a_kernel(int x) {}
@@ -182,31 +181,3 @@ def test_the_cublas_that_cupy_loaded_is_found(version):
     assert cublas.mapped_library(maps) == path
     with pytest.raises(RuntimeError, match="loaded no libcublas.so"):
         cublas.mapped_library(maps.replace(path, "/usr/lib/libcudart.so.12"))
-
-
-def test_kernels_that_wait_are_known_by_their_first_statement():
-    text = """
-    extern "C" __global__ void __launch_bounds__(2 * (3), 1) first(int x) { // a comment
-        wait_for_inputs();
-    }
-    extern "C" __global__ void second(int x) { if (x) return; wait_for_inputs(); }
-    // extern "C" __global__ void third(int x) { wait_for_inputs(); }
-    extern "C" __global__ void fourth(const float* x) { wait_for_inputs(); }
-    """
-    assert loader.waiting_kernels(text) == {"first", "fourth"}
-
-
-@pytest.mark.parametrize("waits, on", [(True, True), (True, False), (False, True)])
-def test_only_kernels_that_wait_are_launched_early(monkeypatch, waits, on):
-    raw, launched = RecordingKernel(), []
-    one = loader.Kernel("test.third", raw, [], {}, waits)
-    monkeypatch.setattr(early, "on", on)
-    monkeypatch.setattr(early, "launch_early", lambda *launch: launched.append(launch))
-    one(3, 32, shared=16)
-    assert (len(launched), len(raw.launches)) == ((1, 0) if waits and on else (0, 1))
-    assert (launched or raw.launches)[0][-4:] == ((3,), (32,), [], 16)
-
-
-def test_the_drivers_structures_have_their_sizes():
-    assert (ctypes.sizeof(early._Attribute), ctypes.sizeof(early._Config)) == (72, 56)
-    assert [getattr(early._Config, name).offset for name, _ in early._Config._fields_] == [0, 12, 24, 32, 40, 48]

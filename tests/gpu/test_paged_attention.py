@@ -187,6 +187,29 @@ def test_store_and_copy(gpu, dim, tokens, dtype):
             assert different(gpu.to_numpy(device_cache), cache) == 0
 
 
+@pytest.mark.parametrize("norm", [True, False])
+@pytest.mark.parametrize("heads, kv_heads, dim", [(16, 8, 128), (9, 3, 64), (7, 1, 20), (4, 4, 132), (2, 1, 256)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_turn_and_store_at_once_has_the_bits_of_one_after_the_other(gpu, dtype, heads, kv_heads, dim, norm):
+    tokens, block_size, rng = 77, 16, np.random.default_rng(1)
+    slots = rng.permutation(10 * block_size)[:tokens].astype(np.int64)
+    slots[rng.random(tokens) < 0.1] = -1
+    empty = np.full((10, block_size, kv_heads, dim), 7, np.float32).astype(gpu.dtype_of(dtype))
+    qkv = gpu.array(normal(tokens, (heads + 2 * kv_heads) * dim).astype(gpu.dtype_of(dtype)))
+    weights = [gpu.array(normal(dim, seed=seed).astype(np.float32)) if norm else None for seed in (2, 3)]
+    tables = [gpu.array(normal(500, dim // 2, seed=seed).astype(np.float32)) for seed in (4, 5)]
+    positions = gpu.array(rng.integers(0, 500, tokens).astype(np.int32))
+    given = qkv, *weights, *tables, positions, heads, kv_heads, 1e-6
+    apart, at_once = ([gpu.array(empty) for _ in range(2)] for _ in range(2))
+    expected, _ = gpu.qk_norm_rope_forward(*given)
+    gpu.store_kv(*apart, expected, gpu.array(slots), heads, kv_heads)
+    queries = gpu.qk_norm_rope_store(*at_once, gpu.array(slots), *given)
+    found, wanted = (np.ascontiguousarray(gpu.to_numpy(x)[:, : heads * dim]) for x in (queries, expected))
+    assert not different(found, wanted)
+    for mine, theirs in zip(at_once, apart, strict=True):
+        assert not different(gpu.to_numpy(mine), gpu.to_numpy(theirs))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_empty_batches_and_ghosts(gpu, dtype):
     case = Paged([5], 4, 2, 64)

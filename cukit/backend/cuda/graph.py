@@ -12,7 +12,6 @@ import logging
 
 import cupy as cp
 
-from .early import early_launches
 from .loader import CHECK
 from .pool import malloc
 
@@ -64,8 +63,7 @@ class _Step:
             try:
                 arena.frozen = True
                 stream.begin_capture()
-                with early_launches():
-                    result = self._function()
+                result = self._function()
                 self._graph, self._result = stream.end_capture(), result
             except Exception as error:
                 self._failures += 1

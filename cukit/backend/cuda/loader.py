@@ -16,7 +16,6 @@ import numpy as np
 from cupy_backends.cuda.libs import nvrtc
 
 from . import compile as compiler
-from . import early
 from .constants import source_constant
 
 logger = logging.getLogger(__name__)
@@ -71,9 +70,7 @@ class Module:
         signatures = parse_signatures(compiler.source(self._family))
         if name not in signatures:
             raise AttributeError(f"kernels/{self._family}.cu has no kernel {name!r}: it has {', '.join(signatures)}")
-        raw = self._compiled().get_function(name)
-        waits = name in waiting_kernels(compiler.source(self._family))
-        kernel = Kernel(f"{self._family}.{name}", raw, signatures[name], self._types, waits)
+        kernel = Kernel(f"{self._family}.{name}", self._compiled().get_function(name), signatures[name], self._types)
         setattr(self, name, kernel)  # the next look-up does not come here
         return kernel
 
@@ -142,12 +139,11 @@ class Kernel:
 
     Called as kernel(grid, block, *args, shared=0), on CuPy's current stream: grid and block are an int or a tuple;
     arguments are arrays of the declared type (C-contiguous), None (a null pointer) and Python numbers, which become the
-    declared type. shared: bytes of dynamic shared memory. An empty grid launches nothing. waits: whether the kernel
-    itself waits for what the kernel ahead writes (early.py).
+    declared type. shared: bytes of dynamic shared memory. An empty grid launches nothing.
     """
 
-    def __init__(self, name, raw, parameters, types, waits=False):
-        self.name, self.waits = name, waits
+    def __init__(self, name, raw, parameters, types):
+        self.name = name
         self.raw = raw  # cupy.RawKernel: attributes such as num_regs
         self.parameters = parameters
         self._launch = raw.kernel
@@ -176,10 +172,7 @@ class Kernel:
                 file=sys.stderr,
                 flush=True,
             )
-        if self.waits and early.on:
-            early.launch_early(self._launch, grid, block, values, shared)
-        else:
-            self._launch(grid, block, values, shared)
+        self._launch(grid, block, values, shared)
         if CHECK:
             self._wait()
 
@@ -216,20 +209,8 @@ class Parameter:
 
 def parse_signatures(text: str) -> dict[str, list[Parameter]]:
     """Kernel name -> parameters, for every extern "C" __global__ function of a CUDA source."""
-    return {
-        name: [_parse_parameter(part) for part in parameters.split(",") if part.strip()]
-        for name, parameters, _ in _kernels(text)
-    }
-
-
-def waiting_kernels(text: str) -> set[str]:
-    """The kernels of a CUDA source whose first statement is wait_for_inputs();"""
-    return {name for name, _, body in _kernels(text) if re.match(r"\s*\{\s*wait_for_inputs\(\);", body)}
-
-
-def _kernels(text):
-    """(name, parameters, what follows them) of every extern "C" __global__ function, without comments."""
     text = re.sub(r"//[^\n]*|/\*.*?\*/", " ", text, flags=re.S)
+    found = {}
     for head in re.finditer(r'extern\s+"C"\s+__global__\s+', text):
         position = head.end()
         while bounds := re.compile(r"(void|__launch_bounds__|__cluster_dims__)\s*").match(text, position):
@@ -240,8 +221,9 @@ def _kernels(text):
         name = re.compile(r"(\w+)\s*\(").match(text, position)
         if name is None:
             raise ValueError(f"cannot read the kernel at {text[head.start() : head.start() + 100]!r}")
-        end = _closing(text, name.end() - 1)
-        yield name.group(1), text[name.end() : end], text[end + 1 : end + 200]
+        inside = text[name.end() : _closing(text, name.end() - 1)]
+        found[name.group(1)] = [_parse_parameter(part) for part in inside.split(",") if part.strip()]
+    return found
 
 
 def _closing(text, opening):

@@ -11,8 +11,18 @@ from .attention import LOG2_E, _head_dim, _kernels, _pieces
 from .constants import source_constant
 from .device import array, empty
 from .loader import load
+from .rope import THREADS as ROPE_THREADS
+from .rope import _kernels as _rope_kernels
+from .rope import _sizes, qk_norm_rope_forward
 
-__all__ = ["copy_blocks", "paged_decode_attention", "paged_prefill_attention", "store_kv", "update_block_tables"]
+__all__ = [
+    "copy_blocks",
+    "paged_decode_attention",
+    "paged_prefill_attention",
+    "qk_norm_rope_store",
+    "store_kv",
+    "update_block_tables",
+]
 
 CHUNK_KEYS = source_constant("paged_attention", "CHUNK_KEYS")
 THREADS = 256
@@ -30,6 +40,55 @@ def store_kv(k_cache, v_cache, qkv, slot_mapping, num_heads, num_kv_heads):
     load("paged_attention", qkv.dtype, HEAD_DIM=head_dim, **_variant(k_cache)).store_kv(
         -(-vectors // THREADS), THREADS, k_cache, v_cache, qkv, slot_mapping, total, num_heads, num_kv_heads
     )
+
+
+def qk_norm_rope_store(
+    k_cache,
+    v_cache,
+    slot_mapping,
+    qkv,
+    q_weight,
+    k_weight,
+    cos,
+    sin,
+    positions,
+    num_heads,
+    num_kv_heads,
+    eps,
+):
+    """qk_norm_rope_forward, of which keys and values go to the caches as by store_kv. Returns an array like qkv
+    that has the queries; the rest of it is not written where the caches have qkv's dtype.
+    """
+    if k_cache.dtype != qkv.dtype:
+        out, _ = qk_norm_rope_forward(qkv, q_weight, k_weight, cos, sin, positions, num_heads, num_kv_heads, eps)
+        store_kv(k_cache, v_cache, out, slot_mapping, num_heads, num_kv_heads)
+        return out
+    tokens, head_dim = _sizes(qkv, cos, sin, positions, num_heads, num_kv_heads)
+    _check_caches(k_cache, v_cache, num_kv_heads, head_dim, qkv.dtype)
+    if len(slot_mapping) != tokens:
+        raise ValueError(f"{len(slot_mapping)} slots do not fit {tokens} tokens")
+    kernels, groups = _rope_kernels(qkv.dtype, head_dim)
+    out = empty(qkv.shape, qkv.dtype)
+    kernels.qk_norm_rope_store(
+        -(-tokens * (num_heads + 2 * num_kv_heads) // groups),
+        ROPE_THREADS,
+        out,
+        k_cache,
+        v_cache,
+        slot_mapping,
+        qkv,
+        q_weight,
+        k_weight,
+        cos,
+        sin,
+        positions,
+        tokens,
+        num_heads,
+        num_kv_heads,
+        head_dim,
+        eps,
+    )
+    return out
 
 
 def copy_blocks(caches, src, dst):

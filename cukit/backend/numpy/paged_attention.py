@@ -10,8 +10,16 @@ import numpy as np
 
 from ..e4m3 import decode, encode
 from .attention_core import CHUNK_KEYS, chunked_attention
+from .rope import qk_norm_rope_forward
 
-__all__ = ["copy_blocks", "paged_decode_attention", "paged_prefill_attention", "store_kv", "update_block_tables"]
+__all__ = [
+    "copy_blocks",
+    "paged_decode_attention",
+    "paged_prefill_attention",
+    "qk_norm_rope_store",
+    "store_kv",
+    "update_block_tables",
+]
 
 _GATHER_ELEMENTS = 1 << 24  # keys of at most about this many elements are gathered at once
 
@@ -34,6 +42,28 @@ def store_kv(k_cache, v_cache, qkv, slot_mapping, num_heads, num_kv_heads):
         keys, values = encode(keys), encode(values)
     k_cache.reshape(shape)[slots] = keys
     v_cache.reshape(shape)[slots] = values
+
+
+def qk_norm_rope_store(
+    k_cache,
+    v_cache,
+    slot_mapping,
+    qkv,
+    q_weight,
+    k_weight,
+    cos,
+    sin,
+    positions,
+    num_heads,
+    num_kv_heads,
+    eps,
+):
+    """qk_norm_rope_forward, of which keys and values go to the caches as by store_kv. Returns an array like qkv
+    that has the queries.
+    """
+    out, _ = qk_norm_rope_forward(qkv, q_weight, k_weight, cos, sin, positions, num_heads, num_kv_heads, eps)
+    store_kv(k_cache, v_cache, out, slot_mapping, num_heads, num_kv_heads)
+    return out
 
 
 def copy_blocks(caches, src, dst):
