@@ -11,12 +11,12 @@ from ..runs import checkpoint
 from ..runs.evaluations import drop_later_evaluations
 from ..runs.folder import RunLock, leave_run_folder, open_run_folder, write_run_config
 from ..runs.metrics import MetricsLogger, MetricsWindow
-from ..runs.record import RunRecord, machine
+from ..runs.record import RunRecord
 from ..runs.report import write_report_at_end
 from ..runs.reporters import ReportedRun, Reporters
 from ..runs.signals import RunStopped
 from .lora import described
-from .state import POLICY, load_weights, make_optimizer, restore, state_arrays
+from .state import POLICY, load_weights, make_optimizer, restore, run_facts, state_arrays
 
 logger = logging.getLogger(__name__)
 
@@ -148,23 +148,11 @@ class Run:
             self._end()
         return self.last_row
 
-    def _facts(self) -> dict:
-        """What run.json says of this run besides its times."""
-        trainer, model = self.trainer, self.trainer.model
-        return {
-            "method": trainer.label,
-            "model": trainer.model_name,
-            "parameters": sum(parameter.data.size for parameter in model.named_parameters().values()),
-            "dtype": str(model.dtype),
-            "total_steps": trainer.total_steps,
-            "processes": self.ranks.size,
-        } | machine(model.backend)
-
     def _open_record(self) -> None:
         """run.json and the dashboards."""
         trainer, args = self.trainer, self.trainer.args
         self.record = RunRecord(self.folder, self._goes_on)
-        self.record.begin(trainer.global_step, self._facts())
+        self.record.begin(trainer.global_step, run_facts(trainer))
         run = ReportedRun(self.folder, trainer.run_config(), args.run_name, args.project, self._resume_step)
         trainer.logger.reporters = Reporters(args.report_to or [], run, tables=args.log_completions)
 
@@ -282,7 +270,7 @@ class Run:
         if self._sharded or self._updating or not self._unsaved or not step:
             return
         try:
-            self.save_checkpoint()
+            self.save_checkpoint(alone=True)
         except Exception as error:
             logger.warning("the %d steps before the error could not be saved: %s", step, error)
         else:
@@ -323,22 +311,27 @@ class Run:
         """Whether no rank holds all of the optimizers' states."""
         return self.trainer.args.zero_stage > 0 and self.ranks.size > 1
 
-    def save_checkpoint(self) -> Path:
+    def save_checkpoint(self, alone: bool = False) -> Path:
         """Write checkpoint-N of the finished steps, and delete the oldest beyond save_total_limit. The first rank
-        writes; what it writes does not depend on how many there are.
+        writes; what it writes does not depend on how many there are. Every rank waits for it, and gets its SaveError,
+        unless the ranks may be out of step (alone).
         """
         trainer = self.trainer
         folder = checkpoint.checkpoint_folder(self.folder, trainer.global_step)
+
+        def write():
+            return self._write_checkpoint(folder, arrays, values) if self.ranks.is_first else None
+
+        arrays, values = trainer.method_state()
         if self.ranks.is_first or self._sharded:
-            arrays, values = trainer.method_state()
             arrays = state_arrays(trainer.models, arrays)  # with ZeRO-1 it is gathered from all ranks
-            if self.ranks.is_first:
-                self._write_checkpoint(folder, arrays, values)
+        if problem := write() if alone else self.ranks.first(write, "saving"):
+            raise problem
         self.saved_step, self._unsaved = trainer.global_step, False
         trainer.call("on_save", folder)
         return folder
 
-    def _write_checkpoint(self, folder: Path, arrays: dict, values: dict) -> None:
+    def _write_checkpoint(self, folder: Path, arrays: dict, values: dict) -> checkpoint.SaveError | None:
         trainer = self.trainer
         state = {
             "global_step": trainer.global_step,
@@ -350,18 +343,22 @@ class Run:
             "sampler": trainer.sampler.state_dict(),
             "method": values,
         }
-        checkpoint.save_checkpoint(
-            folder,
-            trainer.model,
-            trainer.tokenizer,
-            arrays,
-            state,
-            others={name: trained.model for name, trained in trainer.models.items() if name != POLICY},
-        )
+        try:
+            checkpoint.save_checkpoint(
+                folder,
+                trainer.model,
+                trainer.tokenizer,
+                arrays,
+                state,
+                others={name: trained.model for name, trained in trainer.models.items() if name != POLICY},
+            )
+        except checkpoint.SaveError as error:
+            return error
         try:
             checkpoint.rotate_checkpoints(self.folder, trainer.args.save_total_limit, self._best_step)
         except OSError as error:
             logger.warning("an old checkpoint of %s could not be deleted: %s", self.folder, error)
+        return None
 
     def _resume(self, source: Path) -> None:
         """Take the state of a checkpoint, written by this or an older version."""

@@ -21,6 +21,7 @@ from ..models.value_head import ValueHead
 from ..models.weights import load_model
 from ..optim import AdamW
 from ..options import say_once
+from ..runs.record import machine
 from .ranks import Ranks
 from .zero import ShardedAdamW
 
@@ -65,6 +66,19 @@ def make_optimizer(model: Decoder | ValueHead, args, ranks: Ranks | None = None)
         seed=args.seed,
         offload=args.offload_optimizer and not on_host,
     )
+
+
+def run_facts(trainer) -> dict:
+    """What run.json says of a run besides its times."""
+    model = trainer.model
+    return {
+        "method": trainer.label,
+        "model": trainer.model_name,
+        "parameters": sum(parameter.data.size for parameter in model.named_parameters().values()),
+        "dtype": str(model.dtype),
+        "total_steps": trainer.total_steps,
+        "processes": trainer.ranks.size,
+    } | machine(model.backend)
 
 
 def state_arrays(models: dict[str, TrainedModel], method: dict) -> dict:

@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 
 from cukit.parallel.group import Group, RankLost
+from cukit.runs.checkpoint import SaveError
 from cukit.runs.signals import RunStopped
+from cukit.trainers import loop
 from cukit.trainers import ranks as ranks_module
 from cukit.trainers.environment import Environment, Made, ToolEnvironment
 from cukit.trainers.ranks import Ranks, _sum_of_weights, merged
@@ -143,3 +145,26 @@ def test_two_threads_train_as_one_does(method, monkeypatch, tmp_path):
         for name, array in alone.items():
             assert np.abs(gradients[name] - array).max() <= 1e-12 * max(np.abs(array).max(), 1e-9), name
         assert last["loss"] == pytest.approx(truth["loss"], abs=1e-12)
+
+
+def test_every_rank_gets_the_first_ones_error_of_saving(monkeypatch, tmp_path):
+    """So that all of them end, or go on, alike."""
+
+    def full(folder, *given, **more):
+        raise SaveError(f"{folder} could not be saved: no space left")
+
+    groups, calls = {}, []
+    monkeypatch.setattr(loop.checkpoint, "save_checkpoint", lambda *given, **more: (calls.append(1), full(*given))[1])
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    monkeypatch.setattr(ranks_module, "world", lambda: groups[get_ident()])
+
+    def rank(group):
+        groups[get_ident()] = group
+        options = {"max_steps": 2, "save_steps": 1, "per_device_train_batch_size": 3}
+        trainer = run_trainer.make_trainer("sft", "float32", output_dir=str(tmp_path / "run"), **options)
+        with pytest.raises(SaveError, match="checkpoint-2 could not be saved: no space left"):
+            trainer.train()
+        return trainer.global_step
+
+    assert on_ranks(2, rank) == [2, 2]
+    assert len(calls) == 2  # after step 1, where training went on, and at the end; by one rank
