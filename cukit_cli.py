@@ -5,6 +5,7 @@ mistake in options, data or models; 1 where the machine refuses (memory, files);
 closed.
 """
 
+import logging
 import os
 import sys
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from cukit.commands.merge import MergeOptions, merge
 from cukit.commands.parser import parse, resolve
 from cukit.commands.report import ReportOptions, report
 from cukit.commands.train import TrainFiles, grpo, ppo, reward, sft
+from cukit.parallel.config import launched_rank
 from cukit.runs.progress import show_log_lines
 from cukit.trainers.config import SFTConfig
 from cukit.trainers.grpo_config import GRPOConfig
@@ -200,7 +202,7 @@ COMMANDS = {
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command; returns the exit code."""
-    show_log_lines()
+    show_log_lines(logging.ERROR if launched_rank() else logging.INFO)  # of several ranks the first one speaks
     return ending(lambda: _run(sys.argv[1:] if argv is None else argv))
 
 

@@ -67,7 +67,7 @@ class _State:
         own = {name: array[blocks if name.endswith("exponents") else part] for name, array in arrays.items()}
         master = own.pop("master", weights)
         step = bucket.backend.adamw_step if len(own) == 2 else bucket.backend.adamw_step_blocks
-        step(master, *own.values(), gradient, weights, *settings, part.start)
+        step(master, *own.values(), gradient, weights, *settings, bucket.origin + part.start)
 
     def flat(self, kind: str):
         """An array of the bucket's layout as a checkpoint holds it: the state's own where it is one, else a host copy;
@@ -267,7 +267,7 @@ class AdamW:
         self._update_buckets(self.store.buckets, lr, grad_scale)
 
     def _update_buckets(self, buckets: list[Bucket], lr: float, grad_scale: float):
-        found = [(bucket, runs) for bucket in buckets if (runs := bucket.runs(self._decays))]
+        found = [(bucket, runs) for bucket in buckets if (runs := self._runs(bucket))]
         turns = in_turn([self._state(bucket) for bucket, _ in found])
         for bucket, runs in found:
             arrays, index = next(turns), self.store.buckets.index(bucket)  # zip() would hold those of the turn before
@@ -277,6 +277,10 @@ class AdamW:
                 self._state(bucket).update(arrays, part, *settings)
             del arrays
         next(turns, None)  # what was updated last goes back
+
+    def _runs(self, bucket: Bucket) -> list[tuple[bool, slice]]:
+        """(whether they decay, elements of the bucket's state) of what this optimizer updates."""
+        return bucket.runs(self._decays)
 
     def _adapt_loss_scale(self, finite: bool):
         if not self._dynamic_scale:
@@ -298,10 +302,16 @@ class AdamW:
         counters = [self.step_count, self.skipped, self._finite_in_a_row, self.loss_scale]
         arrays: dict[str, Any] = {COUNTERS: np.array(counters, np.float64)}
         for kind in KINDS:
-            flats = {bucket: self._state(bucket).flat(kind) for bucket in self._trained_buckets()}
+            flats = {bucket: self._flat(bucket, kind) for bucket in self._trained_buckets()}
             views = self.store.part_views(flats.get)
             arrays |= {f"{name}.{kind}": view for name, view in views.items() if self._is_trained(name)}
         return arrays
+
+    def _flat(self, bucket: Bucket, kind: str) -> Any:
+        return self._state(bucket).flat(kind)
+
+    def _load(self, bucket: Bucket, kind: str, found: list[tuple[Slot, slice, Any]]) -> None:
+        self._state(bucket).load(kind, found)
 
     def _trained_buckets(self) -> list[Bucket]:
         return list(dict.fromkeys(parameter.slot.bucket for parameter in self.parameters))
@@ -328,7 +338,7 @@ class AdamW:
             _check_shape(name, state[name], slot.parameter.data[rows].shape)
             groups.setdefault((slot.bucket, kind), []).append((slot, rows, state[name]))
         for (bucket, kind), found in groups.items():
-            self._state(bucket).load(kind, found)
+            self._load(bucket, kind, found)
         counters = np.asarray(state[COUNTERS])
         self.step_count, self.skipped, self._finite_in_a_row = (int(count) for count in counters[:3])
         self.loss_scale = float(counters[3])

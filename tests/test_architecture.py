@@ -34,7 +34,7 @@ LAYERS = {
     "datasets": {"tokenizer", "options", "hub"},
     "user_code": set(),
     "rewards": {"options", "user_code"},
-    "parallel": {"backend"},
+    "parallel": {"backend", "options"},
     "runs": {"models", "backend", "cukit"},
     "engine": BELOW_ENGINE | {"tokenizer"},
     "trainers": BELOW_ENGINE | BESIDE | {"engine"},
@@ -123,7 +123,7 @@ NOUNS = {
 # Files of a shelf that are no noun's: what several nouns use, and what the other shelves do not need.
 HELPERS = {
     "kernels": set(),
-    "cuda": {"checked", "compile", "constants", "cublas", "exact", "loader", "pool", "verdicts", "versions"},
+    "cuda": set("checked compile constants cublas exact loader nccl pool verdicts versions".split()),
     "numpy": {"attention_core", "threads"},
     "ops": {"elementwise"},
 }

@@ -176,6 +176,13 @@ def cuda_versions() -> dict[str, str]:
         return {}
 
 
+def nccl() -> ModuleType:
+    """The module of exchanges between the GPUs of several processes. ValueError where CuPy finds no NCCL."""
+    module = import_module("cukit.backend.cuda.nccl")
+    module.check()
+    return module
+
+
 def shelf_names(shelf: str) -> dict:
     """Public name -> object, of the files of a shelf ("cukit.backend.numpy"). AttributeError where one is missing."""
     return {

@@ -8,6 +8,7 @@ from typing import Any
 from ..engine.config import LORA_OPTIONS, EngineConfig, MemoryOptions
 from ..models.config import DTYPES, LEVELS, LEVELS_OF_BOOLS
 from ..options import Options, check_choices, check_range, nested, option, require
+from ..parallel.config import ParallelOptions
 from ..trainers.lora_config import LoraOptions
 from ..trainers.memory_config import StateOptions
 from . import presets
@@ -86,7 +87,7 @@ class TrainBench(BenchOptions):
     preset: str | None = option(
         None, "named sizes: T1 (the default at scale 1) is 32 rows of 712 tokens, T2 is 16 of 2,048, all in the loss"
     )
-    rows: int | None = option(None, "sequences of a step; default: 32 times scale")
+    rows: int | None = option(None, "sequences of a step, of each process; default: 32 times scale")
     tokens_per_row: int | None = option(None, "length of each; default: 712 times scale")
     completion: int | None = option(None, "last tokens of each, which the loss is taken on; default: 512 times scale")
     scale: float | None = option(None, "multiplies these defaults; default: 1 on cuda, 0.1 on cpu")
@@ -96,6 +97,7 @@ class TrainBench(BenchOptions):
     )
     repeats: int = option(3, "measured steps, after one that is not; the median counts")
     states: StateOptions = nested(StateOptions)
+    parallel: ParallelOptions = nested(ParallelOptions)
     lora: LoraOptions = nested(LoraOptions)
 
     @classmethod
@@ -116,7 +118,7 @@ class GRPOBench(BenchOptions):
         "named sizes: 64x8x512 (the default at scale 1) is 64 prompts of 200 tokens with 8 completions of 512, "
         "16x8x1024 is 16 prompts of 512 with 8 of 1,024",
     )
-    prompts: int | None = option(None, "prompts of a step; default: 64 times scale")
+    prompts: int | None = option(None, "prompts of a step, of each process; default: 64 times scale")
     num_generations: int = option(8, "completions of each prompt")
     prompt_length: int | None = option(None, "tokens of a prompt; default: 200 times scale")
     max_completion_length: int | None = option(None, "tokens of a completion; default: 512 times scale")
@@ -127,6 +129,7 @@ class GRPOBench(BenchOptions):
     repeats: int = option(3, "measured steps, after two that are not")
     steps: int | None = option(None, "steps in all, the two that are not measured included; in place of repeats")
     states: StateOptions = nested(StateOptions)
+    parallel: ParallelOptions = nested(ParallelOptions)
     engine: EngineConfig = nested(EngineConfig, without=("seed", *LORA_OPTIONS))
     lora: LoraOptions = nested(LoraOptions)
 

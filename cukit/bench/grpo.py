@@ -10,6 +10,7 @@ import numpy as np
 import tokenizers
 
 from ..options import given_values
+from ..parallel.config import num_processes
 from ..tokenizer import Tokenizer
 from ..trainers.grpo import GRPOTrainer
 from ..trainers.grpo_config import GRPOConfig
@@ -46,7 +47,7 @@ def run(options: GRPOBench) -> dict:
     subject = choose_subject(options)
     before = memory_in_use(subject.backend)
     scale = options.scale or (CPU_SCALE if subject.backend.name == "cpu" else 1.0)
-    report = new_report("grpo", subject, options) | {"scale": scale}
+    report = new_report("grpo", subject, options) | {"scale": scale, "processes": num_processes()}
     with tempfile.TemporaryDirectory() as folder:
         trainer = _trainer(options, subject, scale, folder)
         report["plan"] = trainer.plan.table().splitlines()
@@ -64,7 +65,8 @@ def _trainer(options: GRPOBench, subject: Subject, scale: float, folder: str) ->
     length = options.prompt_length or scaled(PROMPT, scale)
     completion = options.max_completion_length or scaled(COMPLETION, scale)
     check_length(subject, length + completion, "lower --prompt_length, --max_completion_length or --scale")
-    ids = np.random.default_rng(options.seed).integers(0, subject.config.vocab_size, (prompts, length))
+    of_all = prompts * num_processes(), length
+    ids = np.random.default_rng(options.seed).integers(0, subject.config.vocab_size, of_all)
     samples = prompts * options.num_generations
     limits = {"max_model_len": length + completion, "max_num_seqs": min(samples, MOST_ROWS)}
     args = GRPOConfig(
@@ -82,6 +84,7 @@ def _trainer(options: GRPOBench, subject: Subject, scale: float, folder: str) ->
         seed=options.seed,
         **({"max_grad_norm": 0.0} if options.states.optimizer_in_bwd else {}),
         **(limits | given_values(options.engine) | given_values(options.states) | given_values(options.memory)),
+        **given_values(options.parallel),
     )
     return GRPOTrainer(
         model=build_model(subject, options.seed, options.lora),

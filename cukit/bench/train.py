@@ -7,6 +7,7 @@ from __future__ import annotations
 import statistics
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -15,9 +16,12 @@ from ..models.config import LEVELS
 from ..models.logprobs import packed_logprobs, predicting_states
 from ..optim import AdamW
 from ..options import require
+from ..parallel.config import ParallelOptions, launched_rank, num_processes
 from ..trainers.batch import PackedBatch, Rows
 from ..trainers.in_backward import UpdateInBackward
 from ..trainers.loss import backward, first_gradient
+from ..trainers.ranks import Ranks
+from ..trainers.zero import ShardedAdamW
 from . import TrainBench
 from .levels import level_for
 from .measure import DriverPeak, memory_in_use, peak_memory, seconds_of
@@ -30,7 +34,9 @@ LEARNING_RATE = 1e-6
 
 @dataclass(frozen=True)
 class Step:
-    """The rows of one optimizer step on the device, cut into micro-batches."""
+    """The rows of one optimizer step on the device, cut into micro-batches. Of several processes: this one's rows, and
+    the tokens of all.
+    """
 
     micro_batches: list[Rows]
     tokens: int
@@ -47,11 +53,14 @@ def make_step(options: TrainBench, subject: Subject, scale: float) -> Step:
             f"completion={completion} must be below tokens_per_row={length}: nothing precedes a row's first token"
         )
     check_length(subject, length, "lower --tokens_per_row or --scale")
-    tokens = np.random.default_rng(options.seed).integers(0, subject.config.vocab_size, (rows, length))
+    tokens = np.random.default_rng(options.seed + launched_rank()).integers(
+        0, subject.config.vocab_size, (rows, length)
+    )
     mask = np.tile(np.arange(length) >= length - completion, rows)
     batch = PackedBatch.build(list(tokens), mask).to(subject.backend)
     parts = batch.micro_batches(0, options.max_tokens_per_batch or rows * length)
-    return Step(parts, rows * length, rows * completion)
+    everyone = num_processes()
+    return Step(parts, rows * length * everyone, rows * completion * everyone)
 
 
 def run(options: TrainBench) -> dict:
@@ -62,6 +71,7 @@ def run(options: TrainBench) -> dict:
     step = make_step(options, subject, scale)
     model = build_model(subject, options.seed, options.lora)
     report = new_report("train", subject, options) | {"scale": scale, "micro_batches": len(step.micro_batches)}
+    report["processes"] = num_processes()
     rows = report["rows"]
     # from the least memory to the most, since a CPU's process only knows its highest point
     rows.append(_row("log-probs, no gradient", None, lambda: _logprobs(model, step), subject, step, options, before))
@@ -71,8 +81,15 @@ def run(options: TrainBench) -> dict:
         f"optimizer_in_bwd=true needs one pass an update, and max_tokens_per_batch={options.max_tokens_per_batch} "
         f"makes {len(step.micro_batches)}: raise it",
     )
+    require(
+        not states.optimizer_in_bwd or num_processes() == 1,
+        "optimizer_in_bwd=true updates a layer before the gradients of several processes are added up; leave it out",
+    )
     offload = states.offload_optimizer and subject.backend.name != "cpu"
-    optimizer = AdamW(model.trained_store, LEARNING_RATE, state_form=states.optimizer_state, offload=offload)
+    ranks, kind = Ranks(), AdamW
+    if options.parallel.zero_stage and ranks.size > 1:
+        kind = partial(ShardedAdamW, group=ranks.group.on(subject.backend), host=ranks.group)
+    optimizer = kind(model.trained_store, LEARNING_RATE, state_form=states.optimizer_state, offload=offload)
     tokens = options.max_tokens_per_batch or step.tokens
     given = options.gradient_checkpointing
     levels = LEVELS[::-1] if given is None else [level_for(given, [model], tokens, len(step.micro_batches))]
@@ -82,7 +99,7 @@ def run(options: TrainBench) -> dict:
             _row(
                 "forward, backward, AdamW",
                 level,
-                lambda: _train(model, optimizer, step, states.optimizer_in_bwd),
+                lambda: _train(model, optimizer, step, states.optimizer_in_bwd, ranks, options.parallel),
                 subject,
                 step,
                 options,
@@ -136,7 +153,14 @@ def _logprobs(model, step: Step) -> None:
             model.backend.to_numpy(packed_logprobs(model, rows.tokens)[0].data)
 
 
-def _train(model, optimizer: AdamW, step: Step, in_backward: bool = False) -> None:
+def _train(
+    model,
+    optimizer: AdamW,
+    step: Step,
+    in_backward: bool = False,
+    ranks: Ranks | None = None,
+    parallel: ParallelOptions | None = None,
+) -> None:
     def mean(logprobs, entropy, part):
         return logprobs.sum() * (-1 / step.completion_tokens), None
 
@@ -146,6 +170,9 @@ def _train(model, optimizer: AdamW, step: Step, in_backward: bool = False) -> No
         loss, *_ = model.lm_head.loss(predicting_states(model, rows.tokens), rows.targets, mean, upstream)
         with nullcontext() if update is None else update.updating():
             backward(loss, upstream)
+    if ranks is not None and parallel is not None and ranks.size > 1:
+        reached = np.array([parameter.grad is not None for parameter in model.trained_store.parameters])
+        ranks.add_gradients(model.trained_store, reached, parallel.fast_reduction, parallel.zero_stage > 0)
     if update is None:
         optimizer.step()
     else:

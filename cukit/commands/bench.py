@@ -4,6 +4,8 @@ from typing import Any
 
 from ..bench import BenchOptions, GenerateBench, GRPOBench, KernelsBench, PPOBench, TrainBench
 from ..options import given_values
+from ..parallel.config import launched_rank
+from ..parallel.world import world
 from .parser import make
 
 
@@ -25,6 +27,7 @@ def bench_train(values: dict[str, Any]) -> None:
     from ..bench.train import run
 
     options = make(TrainBench, values)
+    world()  # before anything of CUDA
     _report(run(options), options)
 
 
@@ -32,6 +35,7 @@ def bench_grpo(values: dict[str, Any]) -> None:
     from ..bench.grpo import run
 
     options = make(GRPOBench, values)
+    world()
     _report(run(options), options)
 
 
@@ -45,6 +49,8 @@ def bench_ppo(values: dict[str, Any]) -> None:
 def _report(report: dict[str, Any], options: BenchOptions) -> None:
     from ..bench.report import print_report, write_report
 
+    if launched_rank():  # of several processes the first one reports
+        return
     print_report(report)
     if options.output:
         write_report(report, options.output)

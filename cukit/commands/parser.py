@@ -9,6 +9,7 @@ import yaml
 import cukit
 
 from ..options import Option, Options, nearest
+from ..parallel.config import launched_rank
 from ..rewards import BUILTIN_REWARDS
 from . import help, trl_names
 from .argv import from_text, option_name, parsed, split_words
@@ -226,5 +227,6 @@ def _as_object(item: Option, value: Any) -> Any:
 
 
 def say(text: str) -> None:
-    """A line on stderr about what a command takes."""
-    print(text, file=sys.stderr)
+    """A line on stderr about what a command takes; of several ranks the first one says it."""
+    if launched_rank() == 0:
+        print(text, file=sys.stderr)

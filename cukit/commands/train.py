@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from ..options import Options, option
+from ..parallel.config import launched_rank
+from ..parallel.world import world
 from ..trainers.config import SFTConfig, TrainerConfig
 from ..trainers.grpo_config import GRPOConfig
 from ..trainers.ppo_config import PPOConfig
@@ -58,13 +60,16 @@ def reward(values: dict[str, Any]) -> int:
 
 def _train(values: dict[str, Any], args: TrainerConfig, trainer_class: Any, **more: Any) -> int:
     from ..datasets.sources import load_rows
-    from ..runs.checkpoint import newest_model
 
     files = make(TrainFiles, values)
     read = {name: value for name in ("model", "data", "eval_data") if (value := getattr(files, name))}
     if files.dry_run:
-        show_training(trainer_class, args, read)
+        if launched_rank() == 0:
+            show_training(trainer_class, args, read)
         return 0
+
+    if args.num_processes > 1:
+        world()  # before anything of CUDA
 
     class CommandLineTrainer(trainer_class):
         def run_config(self) -> dict[str, Any]:
@@ -79,6 +84,15 @@ def _train(values: dict[str, Any], args: TrainerConfig, trainer_class: Any, **mo
         **more,
     )
     trainer.train()
+    if trainer.is_world_process_zero():
+        _say_what_is_there(trainer, args)
+    return 0 if trainer.finished else 130
+
+
+def _say_what_is_there(trainer: Any, args: TrainerConfig) -> None:
+    """The result, and how to use it."""
+    from ..runs.checkpoint import newest_model
+
     found = [(step, metrics["eval/accuracy"]) for step, metrics in trainer.evaluations if "eval/accuracy" in metrics]
     if len(found) > 1:
         final = trainer.best.step if args.load_best_model_at_end else None  # None: the last one
@@ -91,7 +105,6 @@ def _train(values: dict[str, Any], args: TrainerConfig, trainer_class: Any, **mo
             f"train with it: {program()} grpo --reward_funcs" if is_reward else f"talk to it: {program()} chat --model"
         )
         print(f"{use} {shlex.quote(str(trainer.run_folder))}")
-    return 0 if trainer.finished else 130
 
 
 def program() -> str:

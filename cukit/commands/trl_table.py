@@ -162,13 +162,13 @@ ROWS: tuple[Row, ...] = (
     *_not_yet("this schedule", "lr_scheduler_kwargs", eval_delay=0),
     # ---- devices ----
     *_not_needed(
-        "one GPU has nothing to exchange",
-        *("ddp_find_unused_parameters", "ddp_backend", "ddp_timeout", "ddp_bucket_cap_mb", "ddp_broadcast_buffers"),
+        "mpirun or srun starts the ranks, which exchange gradients by NCCL or MPI",
+        *("ddp_find_unused_parameters", "ddp_backend", "ddp_bucket_cap_mb", "ddp_broadcast_buffers"),
         *("ddp_static_graph", "local_rank", "ds3_gather_for_generation", "ignore_bias_buffers"),
     ),
     *_not_needed("device says where to run", "use_mps_device"),
     *_not_yet(
-        "several GPUs",
+        "weights that several GPUs share",
         *("deepspeed", "fsdp", "fsdp_config", "parallelism_config", "accelerator_config"),
         vllm_tensor_parallel_size=1,
     ),

@@ -70,6 +70,8 @@ class Slot:
 class Bucket:
     """Parameters side by side in one array: data (size,); grad (size,) or None. layer: the name of theirs."""
 
+    origin = 0  # where it begins in the whole of which it is a part
+
     def __init__(self, backend, parameters: list[Parameter], layer: str = ""):
         self.backend, self.dtype, self.layer = backend, np.dtype(parameters[0].dtype), layer
         self.slots, end = [], 0

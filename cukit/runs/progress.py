@@ -113,12 +113,13 @@ class Progress:
 
     `advance(step)` moves the bar; `update(step, metrics)` shows numbers too; both may be called at every step. In the
     live display a number stays until a newer one comes (the accuracy is that of the last evaluation); a plain line has
-    the numbers of its own update only.
+    the numbers of its own update only. silent: nothing is shown at all.
     """
 
-    def __init__(self, total_steps: int, label: str = "", start_step: int = 0, live: bool | None = None):
+    def __init__(self, total_steps: int, label: str = "", start_step: int = 0, live: bool | None = None,
+                 silent: bool = False):  # fmt: skip
         self.total_steps, self.label, self.start_step = total_steps, label, start_step
-        self._out = SafeStream(sys.stdout)
+        self._out = SafeStream(None if silent else sys.stdout)
         self.live = self._out.isatty() if live is None else live
         self._shown: dict[str, float] = {}
         self._started = time.perf_counter()

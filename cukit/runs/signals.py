@@ -25,18 +25,21 @@ class StopSignal:
 
     Long phases look at `requested`, or call raise_if_requested() between their parts. Code that does not know of stops,
     such as a reward, runs inside `with stop.interruptible():`, where a stop raises RunStopped there and then. Signals
-    reach the main thread only; in another thread nothing is installed and request() is the way to stop.
+    reach the main thread only; in another thread nothing is installed and request() is the way to stop. Of several
+    ranks (several) SIGUSR1 stops too, which mpirun passes on to all and srun --signal sends; the first one says so.
     """
 
-    def __init__(self):
+    def __init__(self, several: bool = False, is_first: bool = True):
         self.requested = False
+        self._numbers = [*USUAL, *([signal.SIGUSR1] if several and hasattr(signal, "SIGUSR1") else [])]
+        self._speaks = is_first
         self._before: dict = {}
         self._interruptible = False
 
     def __enter__(self) -> StopSignal:
         self.requested = False
         if threading.current_thread() is threading.main_thread():
-            for number in USUAL:
+            for number in self._numbers:
                 self._before[number] = signal.signal(number, self._handle)
         return self
 
@@ -67,8 +70,10 @@ class StopSignal:
     def _handle(self, number, frame) -> None:
         self.requested = True
         for other, before in self._before.items():  # the second one; a background job of a shell ignores SIGINT
-            signal.signal(other, USUAL[other] if before in (None, signal.SIG_IGN) else before)
-        with suppress(OSError):
-            os.write(2, NOTICE)  # print() may be running already, and cannot be entered twice
+            usual = USUAL.get(other, signal.SIG_DFL)
+            signal.signal(other, usual if before in (None, signal.SIG_IGN) else before)
+        if self._speaks:
+            with suppress(OSError):
+                os.write(2, NOTICE)  # print() may be running already, and cannot be entered twice
         if self._interruptible:
             raise RunStopped

@@ -11,7 +11,7 @@ A batch is built once, in the order in which it is trained on, and put on the de
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -97,6 +97,11 @@ class PackedBatch:
         return int(self.cu_seqlens[-1])
 
     @property
+    def lengths(self) -> np.ndarray:
+        """(B,) tokens of each row."""
+        return np.diff(self.cu_seqlens)
+
+    @property
     def num_learnt(self) -> np.ndarray:
         """(B,) learnt tokens of each row."""
         return np.diff(self.cu_learnt)
@@ -125,21 +130,25 @@ class PackedBatch:
         borders = backend.array(borders), backend.array(self.cu_learnt)
         return replace(self, ids=backend.array(ids), positions=backend.array(positions), _borders=borders, **moved)
 
-    def micro_batches(self, index: int, max_tokens: int) -> list[Rows]:
+    def micro_batches(self, index: int, max_tokens: int, share: Callable | None = None) -> list[Rows]:
         """The rows of optimizer batch `index` in passes of at most max_tokens tokens (a longer row stands alone).
 
-        Rows with a gradient come first, as they were built; those without run apart from them.
+        Rows with a gradient come first, as they were built; those without run apart from them. share(lengths) ->
+        (first, last + 1): which of some rows are this rank's.
         """
         found = []
         first, last = self.slices[index : index + 2].tolist()
         middle = last if self.has_gradient is None else first + int(self.has_gradient[first:last].sum())
         for start, stop, has_gradient in ((first, middle, True), (middle, last, False)):
+            if share is not None:
+                own = share(self.lengths[start:stop])
+                start, stop = start + own[0], start + own[1]
             found += [Rows(self, a, b, has_gradient) for a, b in self.cut(max_tokens, start, stop)]
         return found
 
     def cut(self, max_tokens: int, first: int = 0, last: int | None = None) -> Iterator[tuple[int, int]]:
         """Borders of passes over the rows first … last − 1 of at most max_tokens tokens each."""
-        lengths = np.diff(self.cu_seqlens)[first:last].tolist()
+        lengths = self.lengths[first:last].tolist()
         for part in batches_by_tokens(lengths, max_tokens):
             yield first + part[0], first + part[-1] + 1
 

@@ -20,6 +20,7 @@ from ..options import (
     require,
     say_once,
 )
+from ..parallel.config import ParallelOptions, num_processes
 from .evaluation_config import BestModelOptions
 from .lora_config import LoraOptions
 from .memory_config import OPTIMIZER_STATES as OPTIMIZER_STATES
@@ -110,6 +111,7 @@ class TrainerConfig(Options):
     lora: LoraOptions = nested(LoraOptions)
     best: BestModelOptions = nested(BestModelOptions)
     rows: RowOptions = nested(RowOptions)
+    parallel: ParallelOptions = nested(ParallelOptions)
 
     @classmethod
     def respelled(cls, values: dict[str, Any]) -> dict[str, Any]:
@@ -153,6 +155,15 @@ class TrainerConfig(Options):
         check_range(self, "max_steps", -1)
         require(self.max_steps != 0, "max_steps must be -1 (off) or at least 1, got 0")
         require(
+            not self.zero_stage or self.optimizer_state != "int8",
+            "optimizer_state=int8 has blocks that zero_stage=1 would cut; give optimizer_state=bfloat16",
+        )
+        require(
+            self.num_processes == 1 or not self.optimizer_in_bwd,
+            f"optimizer_in_bwd=true updates a layer before the gradients of {self.num_processes} processes are added "
+            "up; leave it out",
+        )
+        require(
             self.max_grad_norm == 0 or not self.optimizer_in_bwd,
             f"optimizer_in_bwd=true updates a layer before the gradient's norm is known, so that max_grad_norm="
             f"{self.max_grad_norm:g} cannot clip it: give max_grad_norm=0 too",
@@ -195,6 +206,11 @@ class TrainerConfig(Options):
                 known = f"{', '.join(DASHBOARDS)}, or none alone"
                 require(name in DASHBOARDS, f"report_to must be among {known}, got {name!r}")
         self.report_to = [] if names == ["none"] else list(dict.fromkeys(names))
+
+    @property
+    def num_processes(self) -> int:
+        """Ranks: the processes that mpirun or srun started as this run, else 1."""
+        return num_processes()
 
     @property
     def evaluates(self) -> str:

@@ -12,6 +12,7 @@ from ..runs.evaluations import log_evaluation
 from .evaluation_config import pass_at_k_values
 from .rewarding import completion_rows, evaluation_metrics, nan_mean
 from .rollout import Samples, prompt_seed
+from .shared_rollouts import shared_out
 
 EVALUATION = 2**63  # the "step" in the seeds of sampled evaluations: one that no training step has
 
@@ -29,13 +30,22 @@ def evaluate(trainer) -> dict:
         sampling.temperature = 0.0
     else:
         seeds = [prompt_seed(args.seed, EVALUATION, place) for place in range(len(trainer.eval_rows))]
-    prompts = [ids for _, ids in trainer.eval_rows]
-    samples = trainer.rollout.generate(
-        prompts, sampling, seeds, trainer.raise_if_stopped, row_of=lambda place: trainer.eval_rows[place][0]
-    )
+
+    def draw(places):
+        samples = trainer.rollout.generate(
+            [trainer.eval_rows[place][1] for place in places],
+            sampling,
+            seeds and [seeds[place] for place in places],
+            trainer.raise_if_stopped,
+            row_of=lambda group: trainer.eval_rows[places[group]][0],
+        )
+        rows = [trainer.eval_rows[places[group]][0] for group in samples.groups]
+        with trainer.interruptible():
+            return samples, *scorer(rows, samples, trainer.tokenizer)
+
+    places = range(len(trainer.eval_rows))
+    samples, rewards, by_function = shared_out(trainer.ranks, scorer, places, draw, "evaluation")
     rows = [trainer.eval_rows[group][0] for group in samples.groups]
-    with trainer.interruptible():
-        rewards, by_function = scorer(rows, samples, trainer.tokenizer)
     trainer.raise_if_stopped()
     if trainer.logger is not None:
         shown = completion_rows(rows[:32], samples, scorer.names, by_function)

@@ -74,8 +74,9 @@ class Experience(Generation):
         batch.values = backend.empty(batch.targets.shape, batch.weights.dtype)
         after = backend.zeros((len(batch),), batch.weights.dtype)
         cut_off = batch.finish_reasons == FINISH_REASONS.index("length")
+        ranks, borders = trainer.ranks, trainer.ranks.borders(batch.lengths)
         with no_grad():
-            for first, last in batch.cut(args.max_tokens_per_batch):
+            for first, last in batch.cut(args.max_tokens_per_batch, *borders[ranks.rank : ranks.rank + 2]):
                 rows = Rows(batch, first, last)
                 tokens, count = rows.tokens, rows.num_learnt
                 if args.bootstrap_truncated:
@@ -84,6 +85,8 @@ class Experience(Generation):
                 rows.of(batch.values)[...] = values[:count]
                 if args.bootstrap_truncated:
                     after[first:last] = values[count:] * backend.array(cut_off[first:last].astype(after.dtype))
+        ranks.fill(batch.values, batch.cu_learnt[borders], backend)
+        ranks.fill(after, borders, backend)
         return after
 
     def _estimate(self, batch: PackedBatch, bootstrap) -> dict:

@@ -14,6 +14,7 @@ from ..models.logprobs import packed_logprobs
 from .batch import PackedBatch, Rows
 from .rewarding import completion_rows
 from .rollout import Samples, prompt_seed
+from .shared_rollouts import Rewarded, shared_out
 
 SILENT_BATCHES = 10  # generation batches without any reward after which the user is told
 
@@ -47,20 +48,32 @@ class Generation(ABC):
     def draw(self, number: int) -> Drawn:
         """Completions of the next prompts."""
         data_rows = self.trainer.sampler.take(self.trainer.args.prompts_a_generation)
-        samples = self.complete(number, data_rows)
-        return self.rewarded(data_rows, samples, *self.score(data_rows, samples))
+        return self.rewarded(data_rows, *self.answered(number, data_rows, range(len(data_rows))))
 
-    def complete(self, number: int, data_rows: list[int], more=None) -> Samples:
-        """Completions of the prompts of data_rows, to which `more` (see Rollout.generate) may add."""
+    def answered(self, number: int, data_rows: list[int], places: Sequence[int]) -> Rewarded:
+        """Completions of the prompts at these places of data_rows, and their rewards; of several ranks each draws and
+        rewards its share. The samples' groups are numbers within `places`.
+        """
+
+        def draw(places):
+            samples = self.complete(number, data_rows, places)
+            return samples, *self.score([data_rows[place] for place in places], samples)
+
+        return shared_out(self.trainer.ranks, self.trainer.scorer, places, draw, "rollout")
+
+    def complete(self, number: int, data_rows: list[int], places: Sequence[int], more=None) -> Samples:
+        """Completions of the prompts at these places of data_rows, to which `more` (see Rollout.generate) may add. What
+        is drawn depends on a prompt's place, and not on the rank that draws it.
+        """
         trainer, args = self.trainer, self.trainer.args
         with trainer.timer("generate"):
             return trainer.rollout.generate(
-                [trainer.train_rows[row][1] for row in data_rows],
+                [trainer.train_rows[data_rows[place]][1] for place in places],
                 args.sampling_params(n=args.num_generations),
-                [prompt_seed(args.seed, number, place) for place in range(len(data_rows))],
+                [prompt_seed(args.seed, number, place) for place in places],
                 trainer.raise_if_stopped,
                 more,
-                lambda place: trainer.train_rows[data_rows[place]][0],
+                lambda group: trainer.train_rows[data_rows[places[0] + group]][0],
             )
 
     def score(self, data_rows: Sequence[int], samples: Samples) -> tuple[np.ndarray, np.ndarray]:
@@ -80,13 +93,14 @@ class Generation(ABC):
 
     def logprobs_by(self, model, batch: PackedBatch):
         """A model's log-probabilities of the learnt tokens, on the device."""
-        args = self.trainer.args
-        found = model.backend.empty(batch.targets.shape, batch.logprobs.dtype)
+        args, ranks = self.trainer.args, self.trainer.ranks
+        found, borders = model.backend.empty(batch.targets.shape, batch.logprobs.dtype), ranks.borders(batch.lengths)
         with no_grad():
-            for first, last in batch.cut(args.max_tokens_per_batch):
+            for first, last in batch.cut(args.max_tokens_per_batch, *borders[ranks.rank : ranks.rank + 2]):
                 rows = Rows(batch, first, last)
                 logprobs, _ = packed_logprobs(model, rows.tokens, args.temperature)
                 rows.of(found)[...] = logprobs.data
+        ranks.fill(found, batch.cu_learnt[borders], model.backend)
         return found
 
     def show(self, drawn: Drawn, count: int, advantages: np.ndarray | None = None) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from ..autograd import no_grad
@@ -14,6 +16,7 @@ from .generation import Drawn, Generation
 from .rewarding import nan_mean, sample_metrics
 from .rollout import Samples, pack_samples, prompt_seed, shuffled_slices
 from .shaping import kl_of_rows, shaped
+from .shared_rollouts import joined
 
 
 class GroupGeneration(Generation):
@@ -49,8 +52,8 @@ class GroupGeneration(Generation):
         trainer, args = self.trainer, self.trainer.args
         data_rows = trainer.sampler.take(args.prompts_a_generation)
         if not args.dynamic_sampling:
-            samples = self.complete(number, data_rows)
-            return data_rows, self.rewarded(data_rows, samples, *self.score(data_rows, samples)), None, {}
+            found = self.answered(number, data_rows, range(len(data_rows)))
+            return data_rows, self.rewarded(data_rows, *found), None, {}
 
         def score(places, samples):
             return self.score([data_rows[place] for place in places], samples)
@@ -61,10 +64,27 @@ class GroupGeneration(Generation):
 
         most = len(data_rows) * args.max_num_gen_batches
         replacements = Replacements(len(data_rows), most, score, one_more)
-        samples = self.complete(number, data_rows, replacements)
+        if trainer.ranks.size > 1:
+            samples = self._draw_in_rounds(number, data_rows, replacements)
+        else:
+            samples = self.complete(number, data_rows, range(len(data_rows)), replacements)
         samples.recorded = replacements.recorded()
         drawn = self.rewarded(data_rows, samples, *replacements.scores())
         return data_rows, drawn, replacements.kept(), replacements.metrics(samples)
+
+    def _draw_in_rounds(self, number: int, data_rows: list[int], replacements: Replacements) -> Samples:
+        """Several ranks replace groups after all of a round have ended, so that they agree on what is drawn next. The
+        prompts, and so the completions, are those that one rank draws.
+        """
+        drawn, first = [], 0
+        while first < len(data_rows):
+            places = range(first, len(data_rows))
+            samples, *found = self.answered(number, data_rows, places)
+            replacements.score = lambda *_, found=found: found
+            replacements(places, samples)  # adds to data_rows
+            drawn.append(replace(samples, groups=samples.groups + first))
+            first = places.stop
+        return joined(drawn)
 
     def _advantages(self, drawn: Drawn, sizes, metrics: dict) -> tuple[np.ndarray, np.ndarray]:
         """(advantages, rewards with every penalty), (rows,) each; adds to the metrics what the penalties were."""
@@ -94,16 +114,25 @@ class GroupGeneration(Generation):
     def _kl_of_rows(self, samples: Samples, metrics: dict) -> np.ndarray:
         """(rows,): each completion's KL to the reference; its mean over the tokens goes into the metrics."""
         trainer, args = self.trainer, self.trainer.args
-        reference, found = trainer.reference, []
-        with trainer.timer("reference"), no_grad():
+        lengths = list(map(len, samples.token_ids))
+        own = samples.rows(np.arange(*trainer.ranks.share(lengths)))
+        with trainer.timer("reference"):
+            parts = trainer.ranks.each(lambda: self._reference_logprobs(own), "reference")
+        found = [logprobs for part in parts for logprobs in part]
+        kl = kl_of_rows(samples, found, args.loss_options.estimates_kl_by)
+        metrics["kl"] = float(kl[~samples.failed].sum() / max(samples.lengths[~samples.failed].sum(), 1))
+        return kl
+
+    def _reference_logprobs(self, samples: Samples) -> list[np.ndarray]:
+        """Of the tokens of each completion."""
+        reference, args, found = self.trainer.reference, self.trainer.args, []
+        with no_grad():
             for part in batches_by_tokens(list(map(len, samples.token_ids)), args.max_tokens_per_batch):
                 rows = samples.rows(part)
                 wanted = [np.arange(len(ids)) >= n for ids, n in zip(rows.token_ids, rows.prompt_lengths, strict=True)]
                 logprobs, _ = target_logprobs(reference, rows.token_ids, wanted, args.temperature)
                 found += np.split(reference.backend.to_numpy(logprobs.data), np.cumsum(rows.lengths)[:-1])
-        kl = kl_of_rows(samples, found, args.loss_options.estimates_kl_by)
-        metrics["kl"] = float(kl[~samples.failed].sum() / max(samples.lengths[~samples.failed].sum(), 1))
-        return kl
+        return found
 
 
 def pack_groups(samples: Samples, rewards, advantages, args, generation: int, dtype) -> PackedBatch:

@@ -78,17 +78,26 @@ class GRPOTrainer(PolicyTrainer):
 
     def _choose_tokens(self, batch: PackedBatch, micro_batches: list[Rows]) -> int:
         """Mark the tokens of an optimizer batch that learn, those of high entropy under the policy as it is now."""
-        if not micro_batches:
-            return 0
         backend = self.model.backend
         if batch.chosen is None:
             batch.chosen = backend.zeros(batch.weights.shape, batch.weights.dtype)
-        with no_grad():
-            found = [packed_logprobs(self.model, rows.tokens, self.args.temperature)[1].data for rows in micro_batches]
-        entropies = [backend.to_numpy(entropy) for entropy in found]
-        chosen = high_entropy(np.concatenate(entropies).astype(np.float64), self.args.top_entropy_quantile)
-        for rows, part in zip(micro_batches, np.split(chosen, np.cumsum(list(map(len, entropies)))[:-1]), strict=True):
-            rows.chosen[...] = backend.array(part.astype(batch.chosen.dtype))
+
+        def entropies() -> list[tuple[int, int, np.ndarray]]:
+            with no_grad():
+                found = [packed_logprobs(self.model, rows.tokens, self.args.temperature)[1] for rows in micro_batches]
+            return [
+                (rows.first, rows.last, backend.to_numpy(entropy.data))
+                for rows, entropy in zip(micro_batches, found, strict=True)
+            ]
+
+        parts = [part for one in self.ranks.each(entropies, "entropies") for part in one]
+        if not parts:
+            return 0
+        values = [entropy for *_, entropy in parts]
+        chosen = high_entropy(np.concatenate(values).astype(np.float64), self.args.top_entropy_quantile)
+        borders = np.cumsum(list(map(len, values)))[:-1]
+        for (first, last, _), marks in zip(parts, np.split(chosen, borders), strict=True):
+            Rows(batch, first, last).chosen[...] = backend.array(marks.astype(batch.chosen.dtype))
         return int(chosen.sum())
 
     # ---- the loss ----

@@ -105,26 +105,26 @@ class GRPOConfig(PolicyConfig):
 
     def _check_generation_size(self) -> None:
         """What must divide what."""
-        size, accumulation = self.per_device_train_batch_size, self.gradient_accumulation_steps
+        size, accumulation = self.batch_of_all_ranks, self.gradient_accumulation_steps
         batch, steps = self.generation_batch_size, self.steps_per_generation
+        given = f"per_device_train_batch_size={self.per_device_train_batch_size}"
+        given += f" * {self.num_processes} processes" if self.num_processes > 1 else ""
         if batch is not None:
             require(
                 batch % size == 0,
-                f"generation_batch_size={batch} must be a multiple of "
-                f"per_device_train_batch_size={size}; {batch} % {size} = {batch % size}",
+                f"generation_batch_size={batch} must be a multiple of {given}; {batch} % {size} = {batch % size}",
             )
             require(
                 steps in (None, batch // size),
-                f"generation_batch_size={batch} / per_device_train_batch_size={size} = {batch // size} but "
-                f"steps_per_generation={steps}; give only one",
+                f"generation_batch_size={batch} / {given} = {batch // size} but steps_per_generation={steps}; give "
+                "only one",
             )
         batch, group = self.generation_size, self.num_generations
         steps = batch // size
         require(
             batch % group == 0,
-            f"the generation batch of {batch} completions (per_device_train_batch_size={size} * "
-            f"steps_per_generation={steps}) must be a multiple of num_generations={group}; "
-            f"{batch} % {group} = {batch % group}",
+            f"the generation batch of {batch} completions ({given} * steps_per_generation={steps}) must be a multiple "
+            f"of num_generations={group}; {batch} % {group} = {batch % group}",
         )
         # An optimizer step that spanned two generation batches would average over different policies.
         require(
@@ -138,12 +138,12 @@ class GRPOConfig(PolicyConfig):
 
     @property
     def generation_size(self) -> int:
-        """Completions drawn at once."""
+        """Completions drawn at once, by all ranks together."""
         if self.generation_batch_size is not None:
             return self.generation_batch_size
-        return self.per_device_train_batch_size * (self.steps_per_generation or self.gradient_accumulation_steps)
+        return self.batch_of_all_ranks * (self.steps_per_generation or self.gradient_accumulation_steps)
 
     @property
     def num_slices(self) -> int:
         """Optimizer batches in a generation batch."""
-        return self.generation_size // self.per_device_train_batch_size // self.gradient_accumulation_steps
+        return self.generation_size // self.batch_of_all_ranks // self.gradient_accumulation_steps

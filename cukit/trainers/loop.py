@@ -11,13 +11,12 @@ from ..runs import checkpoint
 from ..runs.evaluations import drop_later_evaluations
 from ..runs.folder import RunLock, leave_run_folder, open_run_folder, write_run_config
 from ..runs.metrics import MetricsLogger, MetricsWindow
-from ..runs.progress import Progress
-from ..runs.record import RunRecord, machine
+from ..runs.record import RunRecord
 from ..runs.report import write_report_at_end
 from ..runs.reporters import ReportedRun, Reporters
 from ..runs.signals import RunStopped
 from .lora import described
-from .state import POLICY, load_weights, make_optimizer, restore, state_arrays
+from .state import POLICY, load_weights, make_optimizer, restore, run_facts, state_arrays
 
 logger = logging.getLogger(__name__)
 
@@ -27,39 +26,54 @@ class Run:
 
     The folder is claimed by its first logged step or checkpoint: a run that ends before that can be started again by
     the same command. Between two updates the trainer's state is that of `global_step` finished steps, and can be saved.
+    Of several ranks the first one has the folder, its files and the display; all of them run the same steps.
     """
 
     def __init__(self, trainer, resume):
-        args = trainer.args
         if trainer.global_step and not resume:
             raise ValueError(
                 f"this trainer has run {trainer.global_step} steps; make a new one, or go on with "
                 "train(resume_from_checkpoint=…)"
             )
         self.trainer, self.window, self.last_row = trainer, MetricsWindow(), {}
+        self.ranks = trainer.ranks
         self.saved_step = None  # the newest checkpoint that this folder is known to hold
         self.applied = self.skipped = 0  # updates of this run
         self._updating = self._unsaved = False
         self.record = None  # run.json, once steps are to be run
         self._resume_step = None  # the step from which this run goes on in its own folder
+        self.lock = None
+        self.folder, self._is_new, source, goes_on = self.ranks.first(lambda: self._claim(resume), "opening the run")
+        trainer.run_folder, self._goes_on = self.folder, goes_on
+        try:
+            self._begin(source, goes_on)
+        except BaseException as error:
+            self._close()
+            self.ranks.end(error)
+            raise
+
+    def _claim(self, resume) -> tuple:
+        """(run folder, whether it is new, the checkpoint to go on from or None, whether that is this folder's own)."""
+        args = self.trainer.args
         source = checkpoint.find_checkpoint(resume, args.output_dir) if resume else None
         # a run that is resumed goes on in its own folder unless another is named
         folder = args.output_dir or (str(source.parent) if source else None)
         goes_on = source is not None and Path(folder).resolve() == source.parent.resolve()
-        self._is_new = folder is None or not Path(folder).exists()
-        self.folder = trainer.run_folder = open_run_folder(folder, trainer.label, resume=goes_on)
-        self.lock = RunLock(self.folder)
-        self._goes_on = goes_on
-        try:
-            self._begin(source, goes_on)
-        except BaseException:
-            self.__exit__()
-            raise
+        is_new = folder is None or not Path(folder).exists()
+        found = open_run_folder(folder, self.trainer.label, resume=goes_on)
+        self.lock = RunLock(found)
+        return found, is_new, source, goes_on
 
     def __enter__(self) -> Run:
         return self
 
     def __exit__(self, kind=None, error=None, trace=None) -> None:
+        try:
+            self._close(error)
+        finally:
+            self.ranks.end(error)
+
+    def _close(self, error=None) -> None:
         trainer = self.trainer
         trainer.progress = None
         if trainer.logger is not None:
@@ -68,6 +82,8 @@ class Run:
             self.record.end(self._status(error), trainer.global_step)
             if error is None or isinstance(error, Exception):  # the second Ctrl-C ends at once
                 write_report_at_end(self.folder)
+        if self.lock is None:
+            return
         with suppress(OSError):
             self.lock.release()
             if self._is_new:
@@ -77,13 +93,19 @@ class Run:
         """Optimizers, the state of a checkpoint, config.yaml, the logs."""
         trainer = self.trainer
         for trained in trainer.models.values():
-            trained.optimizer = make_optimizer(trained.model, trainer.args)
+            trained.optimizer = make_optimizer(trained.model, trainer.args, self.ranks)
         trainer.evaluation_due = trainer.args.eval_on_start
         if source:
-            self._resume(source)
-        step = trainer.global_step
+            self.ranks.busy()
+            self.ranks.each(lambda: self._resume(source), "resuming")
         if goes_on:
-            self.saved_step = self._resume_step = step
+            self.saved_step = self._resume_step = trainer.global_step
+        self.ranks.begin(trainer, f"; go on with {self._resume_options()}")
+        self.ranks.first(lambda: self._open_files(goes_on), "opening the run")
+
+    def _open_files(self, goes_on: bool) -> None:
+        trainer, step = self.trainer, self.trainer.global_step
+        if goes_on:
             for moved in checkpoint.set_aside_later(self.folder, step):
                 logger.warning("%s is of steps that are now run again; it was renamed to %s", self.folder, moved.name)
             if not trainer.finished:
@@ -106,14 +128,12 @@ class Run:
             )
             self._publish()
             return {}
-        self.record = RunRecord(self.folder, self._goes_on)
-        self.record.begin(trainer.global_step, self._facts())
+        self.ranks.first(self._open_record, "opening the run")
         logger.info("run folder %s, steps %d of %d", self.folder, trainer.global_step, trainer.total_steps)
         if trainer.model.adapter is not None:
             logger.info("%s", described(trainer.model))
         logger.info("memory:\n%s", trainer.plan.table())
-        self._open_dashboards()
-        with Progress(trainer.total_steps, trainer.label, trainer.global_step) as trainer.progress:
+        with self.ranks.progress(trainer.total_steps, trainer.label, trainer.global_step) as trainer.progress:
             try:
                 trainer.call("on_train_begin")
                 self._evaluate_if_due()
@@ -128,19 +148,11 @@ class Run:
             self._end()
         return self.last_row
 
-    def _facts(self) -> dict:
-        """What run.json says of this run besides its times."""
-        trainer, model = self.trainer, self.trainer.model
-        return {
-            "method": trainer.label,
-            "model": trainer.model_name,
-            "parameters": sum(parameter.data.size for parameter in model.named_parameters().values()),
-            "dtype": str(model.dtype),
-            "total_steps": trainer.total_steps,
-        } | machine(model.backend)
-
-    def _open_dashboards(self) -> None:
+    def _open_record(self) -> None:
+        """run.json and the dashboards."""
         trainer, args = self.trainer, self.trainer.args
+        self.record = RunRecord(self.folder, self._goes_on)
+        self.record.begin(trainer.global_step, run_facts(trainer))
         run = ReportedRun(self.folder, trainer.run_config(), args.run_name, args.project, self._resume_step)
         trainer.logger.reporters = Reporters(args.report_to or [], run, tables=args.log_completions)
 
@@ -159,7 +171,8 @@ class Run:
             self._save_on_the_way()
 
     def _log(self, metrics: dict) -> None:
-        self.last_row = self.trainer.logger.log(self.trainer.global_step, metrics)
+        step, log = self.trainer.global_step, self.trainer.logger
+        self.last_row = {"step": step, **metrics} if log is None else log.log(step, metrics)
         self.trainer.progress.update(self.trainer.global_step, metrics)
         self.trainer.call("on_log", self.last_row)
 
@@ -250,12 +263,14 @@ class Run:
             logger.warning("%s; training goes on", error)
 
     def _save_after_error(self) -> None:
-        """Keep the steps that an error between two updates would lose; the error itself goes on."""
+        """Keep the steps that an error between two updates would lose; the error itself goes on. Where every rank holds
+        the whole state, the first one can save it without the others.
+        """
         step = self.trainer.global_step
-        if self._updating or not self._unsaved or not step:
+        if self._sharded or self._updating or not self._unsaved or not step:
             return
         try:
-            self.save_checkpoint()
+            self.save_checkpoint(alone=True)
         except Exception as error:
             logger.warning("the %d steps before the error could not be saved: %s", step, error)
         else:
@@ -266,6 +281,7 @@ class Run:
 
     def _publish(self) -> None:
         """The final model, the last or the best one, stands at the top of the run folder; the trainer holds it too."""
+        self.ranks.barrier("saving")  # the first rank may still be writing what the others read here
         trainer, best = self.trainer, self._best_step
         source = checkpoint.checkpoint_folder(self.folder, trainer.global_step)
         if best is not None:
@@ -279,7 +295,7 @@ class Run:
             else:
                 logger.warning("%s, the best, could not be written: the final model is the last one", kept)
         # a last evaluation that a stop had cut short may have made another model the best
-        if source.is_dir() and (best is not None or not checkpoint.has_model(self.folder)):
+        if self.ranks.is_first and source.is_dir() and (best is not None or not checkpoint.has_model(self.folder)):
             checkpoint.publish_model(source, self.folder)
 
     @property
@@ -290,10 +306,33 @@ class Run:
 
     # ---- checkpoints ----
 
-    def save_checkpoint(self) -> Path:
-        """Write checkpoint-N of the finished steps, and delete the oldest beyond save_total_limit."""
+    @property
+    def _sharded(self) -> bool:
+        """Whether no rank holds all of the optimizers' states."""
+        return self.trainer.args.zero_stage > 0 and self.ranks.size > 1
+
+    def save_checkpoint(self, alone: bool = False) -> Path:
+        """Write checkpoint-N of the finished steps, and delete the oldest beyond save_total_limit. The first rank
+        writes; what it writes does not depend on how many there are. Every rank waits for it, and gets its SaveError,
+        unless the ranks may be out of step (alone).
+        """
         trainer = self.trainer
+        folder = checkpoint.checkpoint_folder(self.folder, trainer.global_step)
+
+        def write():
+            return self._write_checkpoint(folder, arrays, values) if self.ranks.is_first else None
+
         arrays, values = trainer.method_state()
+        if self.ranks.is_first or self._sharded:
+            arrays = state_arrays(trainer.models, arrays)  # with ZeRO-1 it is gathered from all ranks
+        if problem := write() if alone else self.ranks.first(write, "saving"):
+            raise problem
+        self.saved_step, self._unsaved = trainer.global_step, False
+        trainer.call("on_save", folder)
+        return folder
+
+    def _write_checkpoint(self, folder: Path, arrays: dict, values: dict) -> checkpoint.SaveError | None:
+        trainer = self.trainer
         state = {
             "global_step": trainer.global_step,
             "num_tokens": trainer.num_tokens,
@@ -304,21 +343,22 @@ class Run:
             "sampler": trainer.sampler.state_dict(),
             "method": values,
         }
-        folder = checkpoint.save_checkpoint(
-            checkpoint.checkpoint_folder(self.folder, trainer.global_step),
-            trainer.model,
-            trainer.tokenizer,
-            state_arrays(trainer.models, arrays),
-            state,
-            others={name: trained.model for name, trained in trainer.models.items() if name != POLICY},
-        )
-        self.saved_step, self._unsaved = trainer.global_step, False
+        try:
+            checkpoint.save_checkpoint(
+                folder,
+                trainer.model,
+                trainer.tokenizer,
+                arrays,
+                state,
+                others={name: trained.model for name, trained in trainer.models.items() if name != POLICY},
+            )
+        except checkpoint.SaveError as error:
+            return error
         try:
             checkpoint.rotate_checkpoints(self.folder, trainer.args.save_total_limit, self._best_step)
         except OSError as error:
             logger.warning("an old checkpoint of %s could not be deleted: %s", self.folder, error)
-        trainer.call("on_save", folder)
-        return folder
+        return None
 
     def _resume(self, source: Path) -> None:
         """Take the state of a checkpoint, written by this or an older version."""

@@ -105,8 +105,13 @@ class PolicyConfig(TrainerConfig):
 
     @property
     def generation_size(self) -> int:
-        """Completions drawn at once."""
-        return self.per_device_train_batch_size * self.gradient_accumulation_steps * self.num_slices
+        """Completions drawn at once, by all ranks together."""
+        return self.batch_of_all_ranks * self.gradient_accumulation_steps * self.num_slices
+
+    @property
+    def batch_of_all_ranks(self) -> int:
+        """per_device_train_batch_size of each rank together."""
+        return self.per_device_train_batch_size * self.num_processes
 
     @property
     def prompts_a_generation(self) -> int:

@@ -184,9 +184,11 @@ class PolicyTrainer(Trainer):
         if place == 0:
             self._batch, metrics = self.generation.batch(step // self.updates_a_generation)
         assert self._batch is not None
-        micro_batches = self._batch.micro_batches(place % self.args.num_slices, self.args.max_tokens_per_batch)
+        index = place % self.args.num_slices
+        micro_batches = self._batch.micro_batches(index, self.args.max_tokens_per_batch, self.ranks.share)
         self._on_policy = place == 0
-        return micro_batches, metrics | {"step_tokens": sum(rows.num_learnt for rows in micro_batches)}
+        first, last = self._batch.slices[index : index + 2]
+        return micro_batches, metrics | {"step_tokens": int(self._batch.num_learnt[first:last].sum())}
 
     # ---- the sampler and the trainer ----
 

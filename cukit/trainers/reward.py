@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ..autograd import Tensor, no_grad
+from ..autograd import Tensor
 from ..datasets.preferences import Pair, encode_pairs
 from ..models.decoder import Decoder
 from ..models.logprobs import PackedTokens, batches_by_tokens, pack_tokens
@@ -101,10 +101,11 @@ class RewardTrainer(RowTrainer):
         return list(self._packed(pairs)), {"step_tokens": tokens}
 
     def _packed(self, pairs: list[Pair]) -> Iterator[PackedPairs]:
-        """Pairs in passes of at most max_tokens_per_batch tokens; a longer pair stands alone."""
+        """This rank's pairs in passes of at most max_tokens_per_batch tokens; a longer pair stands alone."""
         be, most = self.model.backend, self.args.max_tokens_per_batch
-        for chosen in batches_by_tokens([pair.num_tokens for pair in pairs], most):
-            part = [pairs[index] for index in chosen]
+        own = pairs[slice(*self.ranks.share([pair.num_tokens for pair in pairs]))]
+        for chosen in batches_by_tokens([pair.num_tokens for pair in own], most):
+            part = [own[index] for index in chosen]
             sequences = [pair.chosen for pair in part] + [pair.rejected for pair in part]
             rows = score_rows(sequences, self.model.config.pad_token_id)
             margins = np.array([pair.margin for pair in part], be.accumulator(self.model.dtype))
@@ -137,16 +138,7 @@ class RewardTrainer(RowTrainer):
 
     def run_evaluation(self) -> dict:
         """eval/loss, eval/accuracy (share of pairs with the chosen answer ahead), eval/margin, … over eval_dataset."""
-        be = self.model.backend
-        total: dict[str, float] = {}
-        with no_grad():
-            for pairs in self._packed(self.eval_rows):
-                self.raise_if_stopped()
-                loss, extra = self.compute_loss(pairs)
-                for name, array in (extra | {"loss": loss.data}).items():
-                    value = float(be.to_numpy(array))
-                    combined = max(total.get(name, value), value) if name.startswith("max/") else None
-                    total[name] = total.get(name, 0.0) + value if combined is None else combined
+        total = self.ranks.add_up(lambda: self.evaluated(self._packed(self.eval_rows)), "evaluation")
         return {"eval/loss": total.pop("loss")} | {
             f"eval/{name}": value for name, value in self.step_metrics(total).items()
         }

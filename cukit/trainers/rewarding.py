@@ -93,8 +93,7 @@ class RewardScorer:
             log = RewardLog(len(rows))
             values[answered] = np.array(self._values(batch, log), np.float64).T  # None becomes NaN
             whole.recorded = {name: _spread(found, answered, len(values)) for name, found in log.columns.items()}
-            for name, found in log.metrics.items():
-                self._metrics.setdefault(name, []).extend(found)
+            self.add_recorded(log.metrics)
         return combine_rewards(values, self.weights), values
 
     def _values(self, batch: RewardBatch, log: RewardLog) -> list[list[float | None]]:
@@ -116,8 +115,17 @@ class RewardScorer:
 
     def recorded_metrics(self) -> dict[str, float]:
         """The mean of what rewards recorded (log_metric) under each name since this was asked last."""
+        return {name: sum(values) / len(values) for name, values in self.take_recorded().items()}
+
+    def take_recorded(self) -> dict[str, list[float]]:
+        """Every value that rewards recorded under each name since this was asked last."""
         found, self._metrics = self._metrics, {}
-        return {name: sum(values) / len(values) for name, values in found.items()}
+        return found
+
+    def add_recorded(self, found: dict[str, list[float]]) -> None:
+        """Take note of what rewards recorded on another rank."""
+        for name, values in found.items():
+            self._metrics.setdefault(name, []).extend(values)
 
     def metrics(self, by_function: np.ndarray, rewards: np.ndarray, mean: np.ndarray, std: np.ndarray) -> dict:
         """reward, reward_std, frac_reward_zero_std (of groups), frac_reward_none (of completions), rewards/NAME/…"""

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ..autograd import Tensor, no_grad
+from ..autograd import Tensor
 from ..backend import backend_for
 from ..datasets.demonstrations import encode_sft_rows
 from ..datasets.sampler import pack_bins
@@ -80,7 +80,8 @@ class SFTTrainer(RowTrainer):
         chosen = self.sampler.take(self.rows_a_step)
         batch = self._pack([example for row in chosen for example in self.train_rows[row]])
         self.num_tokens += batch.num_tokens
-        return batch.micro_batches(0, self.args.max_tokens_per_batch), {"step_tokens": batch.num_tokens}
+        parts = batch.micro_batches(0, self.args.max_tokens_per_batch, self.ranks.share)
+        return parts, {"step_tokens": batch.num_tokens}
 
     def _pack(self, examples: list[Example]) -> PackedBatch:
         """Demonstrations as a batch on the device, each learnt token with the weight of a mean over all of them."""
@@ -115,15 +116,9 @@ class SFTTrainer(RowTrainer):
 
     def run_evaluation(self) -> dict:
         """eval/loss, eval/mean_token_accuracy, eval/entropy: means over all learnt tokens of eval_dataset."""
-        be = self.model.backend
-        total: dict[str, float] = {}
         batch = self._pack([example for row in self.eval_rows for example in row])
-        with no_grad():
-            for rows in batch.micro_batches(0, self.args.max_tokens_per_batch):
-                self.raise_if_stopped()
-                loss, extra = self.compute_loss(rows)
-                for name, value in (extra | {"loss": loss.data}).items():
-                    total[name] = total.get(name, 0.0) + float(be.to_numpy(value))
+        parts = batch.micro_batches(0, self.args.max_tokens_per_batch, self.ranks.share)
+        total = self.ranks.add_up(lambda: self.evaluated(parts), "evaluation")
         return {"eval/loss": total.pop("loss")} | {
             f"eval/{name}": value for name, value in self.step_metrics(total).items()
         }

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -19,6 +21,9 @@ from ..models.value_head import ValueHead
 from ..models.weights import load_model
 from ..optim import AdamW
 from ..options import say_once
+from ..runs.record import machine
+from .ranks import Ranks
+from .zero import ShardedAdamW
 
 logger = logging.getLogger(__name__)
 POLICY, METHOD = "policy", "method."
@@ -37,8 +42,11 @@ class TrainedModel:
         return args.learning_rate if self.learning_rate is None else self.learning_rate
 
 
-def make_optimizer(model: Decoder | ValueHead, args) -> AdamW:
+def make_optimizer(model: Decoder | ValueHead, args, ranks: Ranks | None = None) -> AdamW:
     """The AdamW of a model, or of its adapter, as the options say."""
+    kind: Any = AdamW
+    if args.zero_stage and ranks is not None and ranks.size > 1:
+        kind = partial(ShardedAdamW, group=ranks.group.on(model.store.backend), host=ranks.group)
     on_host = model.store.backend.name == "cpu"
     if args.offload_optimizer and on_host:
         say_once(logger, "offload_optimizer changes nothing on a CPU, where all memory is the host's")
@@ -46,7 +54,7 @@ def make_optimizer(model: Decoder | ValueHead, args) -> AdamW:
         raise ValueError(
             "optimizer_in_bwd=true goes without a loss scale, which float16 needs: train in bfloat16, or leave it out"
         )
-    return AdamW(
+    return kind(
         model.trained_store,
         args.learning_rate,
         (args.adam_beta1, args.adam_beta2),
@@ -58,6 +66,19 @@ def make_optimizer(model: Decoder | ValueHead, args) -> AdamW:
         seed=args.seed,
         offload=args.offload_optimizer and not on_host,
     )
+
+
+def run_facts(trainer) -> dict:
+    """What run.json says of a run besides its times."""
+    model = trainer.model
+    return {
+        "method": trainer.label,
+        "model": trainer.model_name,
+        "parameters": sum(parameter.data.size for parameter in model.named_parameters().values()),
+        "dtype": str(model.dtype),
+        "total_steps": trainer.total_steps,
+        "processes": trainer.ranks.size,
+    } | machine(model.backend)
 
 
 def state_arrays(models: dict[str, TrainedModel], method: dict) -> dict:

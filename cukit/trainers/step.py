@@ -23,6 +23,7 @@ from ..runs.metrics import Timer
 from .config import TrainerConfig
 from .in_backward import UpdateInBackward
 from .loss import compute_and_backward
+from .ranks import Ranks
 from .state import POLICY, TrainedModel
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ class Steps(ABC):
     args: TrainerConfig
     also_named: ClassVar[dict[str, str]] = {}  # a metric's second name in TRL -> the metric
     upstream: Any = None  # what the backward pass of compute_loss's loss will begin with, where that is known before
+    ranks: Ranks
     models: dict[str, TrainedModel]
     sampler: EpochSampler
     timer: Timer
@@ -144,7 +146,17 @@ class Steps(ABC):
         return one.peak_rate(args) * factor
 
     def _accumulate(self, micro_batches: list, in_backward: UpdateInBackward | None = None) -> tuple[float, dict, bool]:
-        """Forward and backward of every micro-batch -> (loss, sums of the arrays on the host, was there a gradient)."""
+        """Forward and backward of every micro-batch -> (loss, sums of the arrays on the host, was there a gradient).
+
+        micro_batches: this rank's; the rest is of all ranks.
+        """
+        sums, has_gradient = self.ranks.total(
+            lambda: self._passes(micro_batches, in_backward), self.models, self.args.fast_reduction
+        )
+        return float(sums.pop("loss", 0.0)), sums, has_gradient
+
+    def _passes(self, micro_batches: list, in_backward: UpdateInBackward | None) -> tuple[dict, bool]:
+        """Forward and backward of each -> (sums of the arrays on the host, was there a gradient)."""
         be, has_gradient, scale = self.model.backend, False, self._loss_scale
         sums: dict[str, Any] = {}
         for micro_batch in micro_batches:
@@ -155,8 +167,7 @@ class Steps(ABC):
                 combine = np.maximum if name.startswith("max/") else np.add
                 sums[name] = combine(sums[name], value) if name in sums else value
         # the step's one wait for the device
-        sums = {name: be.to_numpy(value).astype(np.float64) for name, value in sums.items()}
-        return float(sums.pop("loss", 0.0)), sums, has_gradient
+        return {name: be.to_numpy(value).astype(np.float64) for name, value in sums.items()}, has_gradient
 
     def _update(self, run: Run, has_gradient: bool, in_backward: UpdateInBackward | None) -> dict:
         """Step every optimizer that has not been stepped in_backward; returns the metrics of the update.

@@ -29,13 +29,14 @@ from ..options import stated_values
 from ..runs.metrics import MetricsLogger, Timer
 from ..runs.progress import Progress
 from ..runs.reporters import check_packages
-from ..runs.signals import StopSignal
+from ..runs.signals import RunStopped, StopSignal
 from ..tokenizer import Tokenizer
 from .best import BestModel
 from .callbacks import TrainerCallback, call_callbacks
 from .config import TrainerConfig
 from .loop import Run
 from .lora import adapter_of, check_base, put_adapter, with_peft
+from .ranks import Ranks
 from .state import POLICY, TrainedModel
 from .step import Steps
 
@@ -69,6 +70,7 @@ class Trainer(Steps):
         dtype: str = "auto",
         peft_config: Any = None,
     ):
+        self.ranks = Ranks()
         args = with_peft(args, peft_config, self.head)
         check_packages(args.report_to or [])
         self.args, self.callbacks = args, list(callbacks)
@@ -112,7 +114,7 @@ class Trainer(Steps):
         self.evaluations: list[tuple[int, dict]] = []
         self.evaluation_due = False
         self.best = BestModel(args) if args.best.tracks else None
-        self.timer, self._stop = Timer(), StopSignal()
+        self.timer, self._stop = Timer(), StopSignal(self.ranks.size > 1, self.ranks.is_first)
 
     @property
     def model(self) -> Decoder:
@@ -165,6 +167,8 @@ class Trainer(Steps):
         """
         most = self.args.max_tokens_per_batch
         if step_tokens is not None:
+            if self.args.num_processes > 1:  # a rank's share, to a row
+                step_tokens = min(step_tokens, step_tokens // self.args.num_processes + sizes["longest_sequence"])
             sizes["micro_batches"] = 1 if step_tokens <= most else 2
             most = min(most, step_tokens)
         policy = self.model
@@ -174,6 +178,8 @@ class Trainer(Steps):
             trained = adapted(trained, *found)
         offloaded = self.args.offload_optimizer and policy.backend.name == "cuda"
         states: dict[str, Any] = {"moment_bytes": MOMENT_BYTES[self.args.optimizer_state], "offloaded": offloaded}
+        shared_by = self.args.num_processes if self.args.zero_stage else 1
+        states["gradient_bytes"] = 4 * shared_by  # the planner's ranks share gradients too; ZeRO-1's each hold all
         states["updated_in_backward"] = self.args.optimizer_in_bwd
         return plan_memory(
             [replace(use, **states) if use.trained else use for use in (trained, *more)],
@@ -181,6 +187,7 @@ class Trainer(Steps):
             self.model.backend,
             max_tokens_per_batch=most,
             gradient_checkpointing=self.args.gradient_checkpointing,
+            ranks=shared_by,
             memory_limit=self.args.memory.nbytes,
             **sizes,
         )
@@ -244,10 +251,15 @@ class Trainer(Steps):
 
     def save_model(self, folder: str | os.PathLike) -> None:
         """Write a Hugging Face model folder: config.json, model.safetensors and the tokenizer's files. With use_peft an
-        adapter's folder, in PEFT's format.
+        adapter's folder, in PEFT's format. Of several ranks the first one writes.
         """
-        save_model(self.model, folder)
-        self.tokenizer.save(folder)
+        if self.ranks.is_first:
+            save_model(self.model, folder)
+            self.tokenizer.save(folder)
+
+    def is_world_process_zero(self) -> bool:
+        """Whether this process is the first rank, or the only one: the one that writes files."""
+        return self.ranks.is_first
 
     def save_checkpoint(self) -> Path:
         """Write run_folder/checkpoint-N of the run that is open: a model folder plus the trainer's state."""
@@ -260,12 +272,15 @@ class Trainer(Steps):
         self._stop.request()
 
     def stop_requested(self) -> bool:
-        """Whether the run is to end soon; long phases may look at it and end early."""
-        return self._stop.requested
+        """Whether the run is to end soon; long phases may look at it and end early. Every rank gets the same answer,
+        and asks at the same place, unless it is alone (ranks.each).
+        """
+        return self.ranks.any(self._stop.requested)
 
     def raise_if_stopped(self) -> None:
         """RunStopped if the run is to end soon: for phases that change no weight, between their parts."""
-        self._stop.raise_if_requested()
+        if self.stop_requested():
+            raise RunStopped
 
     def interruptible(self) -> AbstractContextManager[None]:
         """`with trainer.interruptible():` around a user's code (a reward): a stop ends it there and then."""

@@ -225,10 +225,11 @@ def test_a_yaml_of_trl_is_taken_with_one_line_about_what_is_not_needed(options, 
         "model_name_or_path: m\ndataset_name: rows.jsonl\nreward_funcs: exact\nuse_vllm: true\nvllm_mode: colocate\n"
         "optim: adamw_torch_fused\nattn_implementation: flash_attention_2\nbf16: true\nwarmup_steps: 0.1\n"
     )
-    values = options("grpo", "--config", written(tmp_path, text), "--ddp_timeout", "9", "--tf32")
+    values = options("grpo", "--config", written(tmp_path, text), "--ddp_bucket_cap_mb", "9", "--tf32")
     lines = capsys.readouterr().err.splitlines()
     assert [line for line in lines if line.startswith("not needed")] == [
-        "not needed: --ddp_timeout (one GPU has nothing to exchange), --tf32 (the kernels are cukit's own)",
+        "not needed: --ddp_bucket_cap_mb (mpirun or srun starts the ranks, which exchange gradients by NCCL or MPI), "
+        "--tf32 (the kernels are cukit's own)",
         f"not needed in {tmp_path}/run.yaml: attn_implementation (the kernels are cukit's own), optim (AdamW with "
         "float32 master weights is the one optimizer), use_vllm, vllm_mode (the engine is part of cukit and shares the "
         "trainer's weights)",

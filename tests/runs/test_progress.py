@@ -133,3 +133,11 @@ def test_c8_a_log_line_never_ends_work(shown, monkeypatch):
     monkeypatch.setattr("sys.stderr", None)
     shown.warning("unheard")
     assert isinstance(logging.getLogger("cukit").handlers[-1], LogHandler)
+
+
+def test_a_silent_display_shows_nothing(capsys):
+    """Of several ranks one has the screen."""
+    with Progress(4, "grpo", silent=True) as progress:
+        progress.update(1, {"loss": 0.5})
+        progress.message("a line")
+    assert capsys.readouterr().out == ""

@@ -70,3 +70,18 @@ def test_in_another_thread_request_is_the_way():
     thread.start()
     thread.join()
     assert seen == [True]
+
+
+def test_of_several_ranks_usr1_is_a_request_and_the_first_one_says_so(capfd):
+    """mpirun passes SIGUSR1 on, and Slurm sends it before time is up."""
+    before = signal.getsignal(signal.SIGUSR1)
+    with StopSignal(several=True, is_first=False) as stop:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert stop.requested
+    assert capfd.readouterr().err == "" and signal.getsignal(signal.SIGUSR1) is before
+    with StopSignal():
+        assert signal.getsignal(signal.SIGUSR1) is before
+    with StopSignal(several=True) as stop:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert stop.requested and signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+    assert "once more to stop at once" in capfd.readouterr().err

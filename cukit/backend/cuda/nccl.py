@@ -1,0 +1,92 @@
+"""NCCL through CuPy: exchanges between the GPUs of several processes, for parallel/nccl.py.
+
+Everything runs on a stream of its own: after what the device was told before the call, and before what it is told
+after it. The host does not wait.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import cupy as cp
+from cupy.cuda import nccl
+
+INSTALL = "pip install 'nvidia-nccl-cu12>=2.18,<3' (of cupy-cuda13x: nvidia-nccl-cu13)"
+
+
+def check() -> None:
+    """ValueError in one line where CuPy finds no NCCL."""
+    if not nccl.available:
+        raise ValueError(f"several GPUs need the library NCCL, which CuPy does not find: {INSTALL}")
+
+
+def unique_id() -> bytes:
+    """What the processes of a new communicator have to know; one of them makes it."""
+    return nccl.get_unique_id()
+
+
+def device_place() -> str:
+    """The current GPU's place on its host."""
+    return cp.cuda.Device().pci_bus_id
+
+
+class Communicator:
+    """Rank `rank` of `size` processes with a GPU each. All of them make one, with the same id, at the same time."""
+
+    def __init__(self, size: int, rank: int, unique_id: bytes):
+        self.size, self.rank = size, rank
+        self._link = nccl.NcclCommunicator(size, unique_id, rank)
+        self._stream = cp.cuda.Stream(non_blocking=True)
+
+    def swap(self, outgoing: list, incoming: list) -> None:
+        """Send outgoing[r] to rank r and receive incoming[r] from it; entries of this rank are left alone."""
+        for array in (*outgoing, *incoming):
+            _check(array)
+        with self._in_order() as stream:
+            nccl.groupStart()
+            for rank, (sent, received) in enumerate(zip(outgoing, incoming, strict=True)):
+                if rank != self.rank and sent.nbytes:
+                    self._link.send(sent.data.ptr, sent.nbytes, nccl.NCCL_UINT8, rank, stream)
+                if rank != self.rank and received.nbytes:
+                    self._link.recv(received.data.ptr, received.nbytes, nccl.NCCL_UINT8, rank, stream)
+            nccl.groupEnd()
+
+    def all_gather(self, array) -> None:
+        """Fill an array of which each rank holds its equal share."""
+        _check(array)
+        if share := array.nbytes // self.size:
+            with self._in_order() as stream:
+                own = array.data.ptr + self.rank * share
+                self._link.allGather(own, array.data.ptr, share, nccl.NCCL_UINT8, stream)
+
+    def broadcast(self, array, root: int) -> None:
+        _check(array)
+        if array.nbytes:
+            with self._in_order() as stream:
+                self._link.broadcast(array.data.ptr, array.data.ptr, array.nbytes, nccl.NCCL_UINT8, root, stream)
+
+    def add_up(self, array) -> None:
+        """array = the sum of all ranks' arrays, float32 or float64, in NCCL's own order."""
+        _check(array)
+        kinds = {"f": nccl.NCCL_FLOAT32, "d": nccl.NCCL_FLOAT64}
+        if array.dtype.char not in kinds:
+            raise ValueError(f"NCCL adds up float32 and float64 here, got {array.dtype}")
+        if array.size:
+            kind, place = kinds[array.dtype.char], array.data.ptr
+            with self._in_order() as stream:
+                self._link.allReduce(place, place, array.size, kind, nccl.NCCL_SUM, stream)
+
+    @staticmethod
+    def empty_like(array):
+        return cp.empty_like(array)
+
+    @contextmanager
+    def _in_order(self) -> Iterator[int]:
+        current = cp.cuda.get_current_stream()
+        self._stream.wait_event(current.record())
+        yield self._stream.ptr
+        current.wait_event(self._stream.record())
+
+
+def _check(array) -> None:
+    if not array.flags.c_contiguous:
+        raise ValueError("collectives take contiguous arrays")

@@ -1,0 +1,108 @@
+"""A group of ranks: processes that run the same program, each on its share of the work.
+
+Collectives work in place on arrays, and every rank calls them in the same order. A sum adds the ranks' numbers in order
+of ranks, so that a run repeats bit for bit, and all ranks get the same bits.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+CHUNK = 1 << 25  # elements that are exchanged at a time: what a sum takes besides, 128 MiB of float32
+
+
+class RankLost(ConnectionError):
+    """Another rank died, hangs, failed or did not come to a collective; the message says which, and why."""
+
+
+class Group:
+    """The group of one, in which nothing has to be done; and what every group offers."""
+
+    rank, size, local_rank = 0, 1, 0
+
+    def all_reduce(self, array: Any, what: str = "all_reduce", fast: bool = False) -> None:
+        """array = the sum of all ranks' arrays. fast: added up in the library's own order."""
+
+    def reduce_scatter(self, array: Any, what: str = "reduce_scatter") -> Any:
+        """This rank's share (see shares) of the sum of all ranks' arrays, in place; the rest of array is undefined.
+        Returns the share, a view.
+        """
+        return array.reshape(-1)
+
+    def all_gather(self, array: Any, borders: Sequence[int] | None = None, what: str = "all_gather") -> None:
+        """Fill a one-dimensional array of which each rank holds its own part: borders[rank] … borders[rank + 1] − 1
+        (default: its share).
+        """
+
+    def broadcast(self, array: Any, root: int = 0, what: str = "broadcast") -> None:
+        """array = the root's."""
+
+    def barrier(self, what: str = "barrier") -> None:
+        """Wait until every rank is here."""
+
+    def gather_values(self, value: Any, what: str = "gather_values") -> list:
+        """The value of each rank, in their order: any small Python value."""
+        return [value]
+
+    def on(self, backend: Any) -> Group:
+        """The group of the same ranks for a backend's arrays."""
+        return self
+
+
+def shares(count: int, size: int) -> list[int]:
+    """Borders (size + 1) of the ranks' shares of `count` elements: equal where size divides count."""
+    return [count * rank // size for rank in range(size + 1)]
+
+
+def flat_view(array: Any) -> Any:
+    """An array's elements in one dimension, in place; ValueError where that would be a copy."""
+    if not array.flags.c_contiguous:
+        raise ValueError("collectives take contiguous arrays")
+    return array.reshape(-1)
+
+
+class RankedGroup(Group):
+    """Several ranks: the sums, in order of ranks, by means of an exchange of arrays between each two ranks."""
+
+    @abstractmethod
+    def _swap(self, outgoing: list, incoming: list, what: str) -> None:
+        """Send outgoing[r] to rank r and receive incoming[r] from it; entries of this rank are left alone."""
+
+    @abstractmethod
+    def _add_up(self, array: Any, what: str) -> None:
+        """array = the sum of all ranks' arrays, by the library's own function."""
+
+    @abstractmethod
+    def _empty_like(self, array: Any) -> Any: ...
+
+    def all_reduce(self, array: Any, what: str = "all_reduce", fast: bool = False) -> None:
+        flat = flat_view(array)
+        for start in range(0, flat.size, CHUNK):
+            part = flat[start : start + CHUNK]
+            if fast:
+                self._add_up(part, what)
+            else:
+                self.reduce_scatter(part, what)
+                self.all_gather(part, what=what)
+
+    def reduce_scatter(self, array: Any, what: str = "reduce_scatter") -> Any:
+        flat = flat_view(array)
+        borders = shares(flat.size, self.size)
+        longest, most = max(b - a for a, b in zip(borders, borders[1:])), max(CHUNK // self.size, 1)
+        for start in range(0, longest, most):
+            parts = [flat[min(a + start, b) : min(a + start + most, b)] for a, b in zip(borders, borders[1:])]
+            own = parts[self.rank]
+            found = [own if rank == self.rank else self._empty_like(own) for rank in range(self.size)]
+            self._swap(parts, found, what)
+            total = found[0] + found[1]
+            for more in found[2:]:
+                total += more
+            own[...] = total
+        return flat[borders[self.rank] : borders[self.rank + 1]]
+
+    def all_gather(self, array: Any, borders: Sequence[int] | None = None, what: str = "all_gather") -> None:
+        borders = shares(array.size, self.size) if borders is None else borders
+        parts = [flat_view(array)[a:b] for a, b in zip(borders, borders[1:])]
+        self._swap([parts[self.rank]] * self.size, parts, what)

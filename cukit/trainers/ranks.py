@@ -1,0 +1,210 @@
+"""What a trainer does as one of several ranks; on its own it does none of it.
+
+Every rank runs the same program on the same data, and holds the same weights. What costs time is shared out: prompts
+are drawn and rewarded, rows are trained on and evaluated by one rank each; what comes of it is gathered, and everything
+that follows from it (advantages, weights of tokens, metrics) is computed by each rank from the whole. So N ranks do
+what one rank does with the same batch, but for the order in which sums are added up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import numpy as np
+
+from ..models.store import PIECES, Store
+from ..parallel.group import Group, RankLost
+from ..parallel.world import world
+from ..runs.progress import Progress
+from ..runs.signals import RunStopped
+from .zero import ShardedAdamW
+
+T = TypeVar("T")
+Sums = dict[str, Any]
+
+
+class Ranks:
+    """The ranks of a run. group: default: all processes that the launcher started."""
+
+    def __init__(self, group: Group | None = None):
+        self.group = world() if group is None else group
+        self.rank, self.size = self.group.rank, self.group.size
+        self.is_first = self.rank == 0  # it writes files and talks to the user
+        self._alone = False
+
+    # ---- work that is shared out ----
+
+    def each(self, work: Callable[[], T], what: str) -> list[T]:
+        """What work() gives on each rank, in their order. Inside, a rank is alone: no collective is called.
+
+        If it raises on any rank, all ranks end: the rank itself with its own error, the others with RankLost, which
+        names it; or all with RunStopped where a rank was asked to stop.
+        """
+        if self.size == 1:
+            return [work()]
+        value, error = None, None
+        try:
+            with self._being_alone():
+                value = work()
+        except RankLost:
+            raise
+        except (Exception, RunStopped) as raised:
+            error = raised
+        state = None if error is None else (isinstance(error, RunStopped), f"{type(error).__name__}: {error}"[:500])
+        found = self.group.gather_values((state, value), what)
+        states = [(rank, *state) for rank, (state, _) in enumerate(found) if state is not None]
+        failed = [(rank, text) for rank, is_stop, text in states if not is_stop]
+        if error is not None and not (failed and isinstance(error, RunStopped)):
+            raise error
+        if failed:
+            rank, text = failed[0]
+            raise RankLost(f"rank {rank} failed in {what}: {text}")
+        if states:
+            raise RunStopped
+        return [value for _, value in found]
+
+    def first(self, work: Callable[[], T], what: str) -> T:
+        """What work() gives on the first rank, which alone calls it; on every rank."""
+        return self.each(lambda: work() if self.is_first else None, what)[0]  # type: ignore[return-value]
+
+    def any(self, flag: bool) -> bool:
+        """Whether any rank says so; alone, this one."""
+        return flag if self.size == 1 or self._alone else any(self.group.gather_values(flag, "stop"))
+
+    def share(self, lengths: Sequence[int] | np.ndarray) -> tuple[int, int]:
+        """(first, last + 1) of the rows of these lengths that are this rank's: a run of about as many tokens each."""
+        borders = self.borders(lengths)
+        return borders[self.rank], borders[self.rank + 1]
+
+    def borders(self, lengths: Sequence[int] | np.ndarray) -> list[int]:
+        """(size + 1) borders of the ranks' rows."""
+        lengths = np.asarray(lengths)
+        ends = np.cumsum(lengths)
+        wanted = (ends[-1] if len(ends) else 0) * np.arange(1, self.size) / self.size
+        return [0, *np.searchsorted(ends - lengths / 2, wanted).tolist(), len(lengths)]
+
+    def fill(self, column: Any, borders: Iterable[int], backend: Any) -> None:
+        """Complete a column of a device of which each rank has computed its own part."""
+        if self.size > 1:
+            self.group.on(backend).all_gather(column, [int(border) for border in borders], "columns")
+
+    def barrier(self, what: str) -> None:
+        self.group.barrier(what)
+
+    @contextmanager
+    def _being_alone(self) -> Iterator[None]:
+        assert not self._alone, "a rank that is alone calls no collective"
+        self._alone = True
+        try:
+            yield
+        finally:
+            self._alone = False
+
+    # ---- sums and gradients ----
+
+    def add_up(self, work: Callable[[], Sums], what: str) -> Sums:
+        """The sums of work() over the ranks; of names max/… the largest."""
+        return merged(self.each(work, what))
+
+    def total(self, work: Callable[[], tuple[Sums, bool]], models: dict[str, Any], fast: bool) -> tuple[Sums, bool]:
+        """(sums, was there a gradient) of an optimizer batch of which work() does this rank's passes; afterwards every
+        rank holds the gradients of the whole batch.
+        """
+        if self.size == 1:
+            return work()
+
+        def passes() -> tuple[Sums, bool, dict]:
+            sums, has_gradient = work()
+            return sums, has_gradient, {name: _reached(one.model.trained_store) for name, one in models.items()}
+
+        found = self.each(passes, "training")
+        for name, one in models.items():
+            reached = np.any([flags[name] for _, _, flags in found], axis=0)
+            sharded = isinstance(one.optimizer, ShardedAdamW)
+            self.add_gradients(one.model.trained_store, reached, fast, sharded)
+        return merged([sums for sums, _, _ in found]), any(has for _, has, _ in found)
+
+    def add_gradients(self, store: Store, reached: np.ndarray, fast: bool = False, sharded: bool = False) -> None:
+        """Add the ranks' gradients up, a bucket at a time, the one that a backward pass completes first at first.
+
+        reached: for each parameter whether any rank has a gradient. sharded: each rank needs its share alone. A
+        bucket's sum could begin as soon as the last pass has left it; here all passes are over.
+        """
+        for parameter, wanted in zip(store.parameters, reached, strict=True):
+            if wanted:
+                parameter.grad_buffer()
+        group = self.group.on(store.backend)
+        for bucket in reversed(store.buckets):
+            if any(wanted and parameter.slot.bucket is bucket for parameter, wanted in zip(store.parameters, reached)):
+                if sharded:
+                    group.reduce_scatter(bucket.grad, "gradients")
+                else:
+                    group.all_reduce(bucket.grad, "gradients", fast)
+
+    # ---- the run ----
+
+    def begin(self, trainer: Any, advice: str) -> None:
+        """ValueError in one line unless all ranks are about to do the same with the same weights. advice: the end of
+        what is said of a rank that is lost.
+        """
+        if self.size == 1:
+            return
+        self.watch.timeout, self.watch.advice = trainer.args.ddp_timeout, advice
+        facts = {name: value for name, value in trainer.run_config().items() if name != "output_dir"}
+        facts |= {"device": trainer.model.backend.name, "rows": len(trainer.train_rows)}
+        self.compare(facts | {f"weights of {name}": _sum_of_weights(one.model) for name, one in trainer.models.items()})
+        self.group.on(trainer.model.backend)  # what GPUs need for it is missed here, and not after the first rollout
+
+    def compare(self, facts: dict) -> None:
+        """ValueError in one line if a fact differs between ranks."""
+        everyone = self.group.gather_values(facts, "start of the run")
+        for rank, other in enumerate(everyone):
+            for name, value in everyone[0].items():
+                if other.get(name) != value:
+                    raise ValueError(
+                        f"the ranks differ in {name}: {value!r} on rank 0, {other.get(name)!r} on rank {rank}; give "
+                        "each the same model, data, options and kind of device"
+                    )
+
+    def busy(self) -> None:
+        """Before what keeps all threads of a process waiting: a large file that is read. Until the next collective."""
+        if self.size > 1:
+            self.watch.busy()
+
+    def progress(self, total_steps: int, label: str, start_step: int) -> Progress:
+        """The display of a run: plain lines of the first rank, since mpirun shows each process a terminal, whatever
+        there is.
+        """
+        live = False if self.size > 1 else None
+        return Progress(total_steps, label, start_step, live, silent=not self.is_first)
+
+    def end(self, error: BaseException | None) -> None:
+        """At the end of a run: no rank goes on before the first one has written everything."""
+        if self.size > 1:
+            self.barrier("end of the run") if error is None else self.watch.end_run(error, self.is_first)
+
+    @property
+    def watch(self) -> Any:
+        return self.group.watch  # type: ignore[attr-defined]
+
+
+def merged(parts: Iterable[Sums]) -> Sums:
+    """Sums of several ranks as one: added up in their order; of names max/… the largest."""
+    total: Sums = {}
+    for part in parts:
+        for name, value in part.items():
+            combine = np.maximum if name.startswith("max/") else np.add
+            total[name] = combine(total[name], value) if name in total else value
+    return total
+
+
+def _reached(store: Store) -> list[bool]:
+    return [parameter.grad is not None for parameter in store.parameters]
+
+
+def _sum_of_weights(model: Any) -> str:
+    """A number (every bit of it, NaN too) that differs where weights do."""
+    be, store = model.backend, model.trained_store
+    return be.sum_in_order(be.sums_of_squares([bucket.data for bucket in store.buckets], PIECES)).hex()

@@ -1,0 +1,194 @@
+"""NCCL's launcher and group over a library that is made of threads: places, sizes and order of every call."""
+
+import ctypes
+import importlib.util
+import sys
+import threading
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import numpy as np
+import pytest
+
+from cukit.parallel import nccl as nccl_module
+from cukit.parallel.nccl import NCCLGroup
+
+from .threads import on_ranks
+
+ROOT = Path(__file__).parents[2]
+waiting = threading.local()  # of a rank: its group of threads, and the calls of its NCCL group
+
+
+class DeviceArray(np.ndarray):
+    """Host memory that has CuPy's way to say where it is."""
+
+    @property
+    def data(self):
+        return SimpleNamespace(ptr=self.ctypes.data)
+
+
+def device(array):
+    return np.ascontiguousarray(array).view(DeviceArray)
+
+
+class Stream:
+    ptr = 77
+
+    def __init__(self, non_blocking=False):
+        self.log = []
+
+    def record(self):
+        self.log.append("record")
+        return self
+
+    def wait_event(self, event):
+        self.log.append("wait")
+
+
+class Link:
+    """What CuPy's NcclCommunicator offers, between threads; each has a group of threads to do it with."""
+
+    def __init__(self, size, unique_id, rank):
+        assert unique_id == b"id of rank 0"
+        self.size, self.rank, self.board = size, rank, waiting.host
+
+    def send(self, place, count, kind, peer, stream):
+        assert kind == nccl.NCCL_UINT8 and stream == Stream.ptr and count
+        waiting.calls.append((self, "send", place, count, peer))
+
+    def recv(self, place, count, kind, peer, stream):
+        assert kind == nccl.NCCL_UINT8 and stream == Stream.ptr and count
+        waiting.calls.append((self, "recv", place, count, peer))
+
+    def _all(self, sent):
+        return self.board.gather_values(sent)
+
+    def allGather(self, source, target, count, kind, stream):  # noqa: N802
+        for rank, part in enumerate(self._all(ctypes.string_at(source, count))):
+            ctypes.memmove(target + rank * count, part, count)
+
+    def broadcast(self, source, target, count, kind, root, stream):
+        ctypes.memmove(target, self._all(ctypes.string_at(source, count))[root], count)
+
+    def allReduce(self, source, target, count, kind, op, stream):  # noqa: N802
+        dtype = {7: np.float32, 8: np.float64}[kind]
+        parts = [np.frombuffer(part, dtype) for part in self._all(ctypes.string_at(source, count * dtype().nbytes))]
+        ctypes.memmove(target, np.sum(parts, axis=0, dtype=dtype).tobytes(), count * dtype().nbytes)
+
+
+def group_start():
+    waiting.calls = []
+
+
+def group_end():
+    if not waiting.calls:
+        return
+    own = waiting.calls[0][0]
+    sent = {peer: ctypes.string_at(place, count) for _, kind, place, count, peer in waiting.calls if kind == "send"}
+    found = own._all(sent)
+    for _, kind, place, count, peer in waiting.calls:
+        if kind == "recv":
+            assert len(found[peer][own.rank]) == count
+            ctypes.memmove(place, found[peer][own.rank], count)
+
+
+nccl = SimpleNamespace(
+    available=True, NCCL_UINT8=1, NCCL_FLOAT32=7, NCCL_FLOAT64=8, NCCL_SUM=0, NcclCommunicator=Link,
+    get_unique_id=lambda: b"id of rank %d" % waiting.host.rank, groupStart=group_start, groupEnd=group_end,
+)  # fmt: skip
+
+
+@pytest.fixture
+def library(monkeypatch):
+    """cukit/backend/cuda/nccl.py over the library of threads."""
+    cupy, cuda = ModuleType("cupy"), ModuleType("cupy.cuda")
+    main = Stream()
+    cuda.nccl, cuda.Stream, cuda.get_current_stream = nccl, Stream, lambda: main
+    cuda.Device = lambda: SimpleNamespace(pci_bus_id=waiting.place)
+    cupy.cuda, cupy.empty_like = cuda, lambda array: np.empty_like(array)
+    for name, module in (("cupy", cupy), ("cupy.cuda", cuda), ("cupy.cuda.nccl", nccl)):
+        monkeypatch.setitem(sys.modules, name, module)
+    spec = importlib.util.spec_from_file_location("nccl_under_test", ROOT / "cukit/backend/cuda/nccl.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(nccl_module, "nccl", lambda: module)
+    return module
+
+
+def on_gpus(size, work, place=lambda rank: f"0000:{rank}"):
+    """What work(NCCLGroup) gives on each rank."""
+
+    def rank(host):
+        host.host_name, waiting.host, waiting.place = "here", host, place(host.rank)
+        return work(NCCLGroup(host))
+
+    found = on_ranks(size, rank)
+    if errors := [one for one in found if isinstance(one, BaseException)]:
+        raise errors[0]
+    return found
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("count", [0, 1, 6, 7, 1000])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_a_sum_is_added_in_order_of_ranks(size, count, dtype, library):
+    arrays = [np.random.default_rng([rank, count]).normal(size=count).astype(dtype) for rank in range(size)]
+    truth = arrays[0] + arrays[1]
+    for more in arrays[2:]:
+        truth = truth + more
+
+    def work(group):
+        ordered, fast = device(arrays[group.rank].copy()), device(arrays[group.rank].copy())
+        group.all_reduce(ordered)
+        group.all_reduce(fast, fast=True)
+        return ordered, fast
+
+    for ordered, fast in on_gpus(size, work):
+        np.testing.assert_array_equal(ordered, truth)
+        np.testing.assert_allclose(fast, truth, atol=1e-6)
+
+
+@pytest.mark.parametrize("borders", [None, [0, 4, 8, 12], [0, 0, 5, 12]])
+def test_parts_are_gathered_and_arrays_broadcast(borders, library):
+    def work(group):
+        array, (a, b) = device(np.full(12, -1, np.int16)), (borders or [0, 4, 8, 12])[group.rank : group.rank + 2]
+        array[a:b] = group.rank
+        group.all_gather(array, borders)
+        other = device(np.full((2, 3), group.rank, np.float16))
+        group.broadcast(other, root=2)
+        group.barrier()
+        return array.tolist(), other.min(), group.gather_values(group.rank)
+
+    lengths = np.diff(borders or [0, 4, 8, 12])
+    for found, least, ranks in on_gpus(3, work):
+        assert found == np.repeat([0, 1, 2], lengths).tolist() and least == 2 and ranks == [0, 1, 2]
+
+
+def test_every_call_is_after_the_work_before_it_and_before_what_follows(library):
+    def work(group):
+        link = group._link
+        group.broadcast(device(np.zeros(4)))
+        return link._stream.log
+
+    assert on_gpus(2, work) == [["wait", "record"]] * 2
+
+
+def test_two_ranks_on_one_gpu_are_refused(library):
+    with pytest.raises(ValueError, match=r"ranks 0 and 2 use the same GPU \(0000:0 of here\): start one process a GPU"):
+        on_gpus(3, lambda group: None, place=lambda rank: f"0000:{rank % 2}")
+
+
+def test_without_nccl_the_way_out_is_named(library, monkeypatch):
+    monkeypatch.setattr(nccl, "available", False)
+    with pytest.raises(ValueError, match="NCCL, which CuPy does not find: pip install 'nvidia-nccl-cu12"):
+        library.check()
+
+
+def test_what_nccl_cannot_add_is_refused(library):
+    def work(group):
+        with pytest.raises(ValueError, match="adds up float32 and float64 here, got float16"):
+            group.all_reduce(device(np.zeros(4, np.float16)), fast=True)
+        with pytest.raises(ValueError, match="contiguous"):
+            group.broadcast(device(np.zeros((4, 4)))[:, :2])
+
+    on_gpus(2, work)

@@ -1,0 +1,113 @@
+"""Which silence means that a rank is lost, without processes; tests/parallel/test_lost.py has real ones."""
+
+import json
+from types import SimpleNamespace
+
+import psutil
+import pytest
+
+from cukit.parallel import watch as watch_module
+from cukit.parallel.group import RankLost
+from cukit.parallel.watch import SILENT, Peer, Watch
+
+
+class Process:
+    """A process of this host in some state."""
+
+    def __init__(self, state=psutil.STATUS_RUNNING):
+        self.state = state
+
+    def is_running(self):
+        return self.state is not None
+
+    def status(self):
+        return self.state
+
+
+@pytest.fixture
+def seen(tmp_path):
+    """seen(process, **record) -> the Watch of rank 0, which has read rank 1's record at time 0."""
+
+    def make(process, **record):
+        watch = Watch(0)
+        watch.folder, watch.peers = tmp_path, [Peer(1, "there", 99, process)]
+        write(record)
+        watch._read_all(1.0)
+        return watch
+
+    def write(record):
+        (tmp_path / "rank-1").write_text(json.dumps({"beat": 1, "number": 4, "what": None} | record))
+
+    make.write = write
+    return make
+
+
+def test_a_rank_of_another_host_that_goes_silent_is_lost(seen, capfd):
+    watch = seen(None)
+    watch._read_all(SILENT)
+    assert watch.lost is None
+    watch._read_all(SILENT + 2)
+    assert "rank 1 (process 99 on there) has not been heard of for 31 s, at work after collective 4" in watch.lost
+    assert capfd.readouterr().err == f"error: {watch.lost}\n"
+    with pytest.raises(RankLost, match="rank 0 stops"):
+        watch.check()
+
+
+def test_a_beat_keeps_it(seen):
+    watch = seen(None)
+    seen.write({"beat": 2})
+    watch._read_all(SILENT)
+    watch._read_all(2 * SILENT - 1)
+    assert watch.lost is None
+
+
+def test_a_busy_rank_may_be_silent(seen):
+    watch = seen(None, busy=True)
+    watch._read_all(10 * SILENT)
+    assert watch.lost is None
+
+
+@pytest.mark.parametrize("state, lost", [(psutil.STATUS_RUNNING, False), (psutil.STATUS_DISK_SLEEP, False),
+                                         (psutil.STATUS_STOPPED, True)])  # fmt: skip
+def test_of_a_process_of_this_host_its_state_counts(state, lost, seen, capfd):
+    watch = seen(Process(state), busy=True)
+    watch._read_all(SILENT + 2)
+    assert (watch.lost is not None) == lost
+    assert not lost or "SIGSTOP" in watch.lost
+
+
+@pytest.mark.parametrize("state", [psutil.STATUS_ZOMBIE, None])
+def test_a_process_that_is_gone_is_lost_at_once(state, seen, capfd):
+    watch = seen(Process(state), what="gradients")
+    watch._look_at_processes()
+    assert "was killed or has crashed, in gradients (collective 4)" in watch.lost
+
+
+def test_a_rank_that_has_ended_is_missed_only_where_it_is_waited_for(seen, capfd):
+    watch = seen(Process(None), ended="OSError: broken")
+    watch._look_at_processes()
+    watch._read_all(2.0)
+    assert watch.lost is None
+    for _ in range(5):
+        with watch.waiting("stop"):
+            watch._read_all(3.0)
+    assert "rank 1 (process 99 on there) has ended: OSError: broken" in watch.lost
+
+
+def test_a_wait_that_is_too_long_names_who_is_missing(seen, monkeypatch, capfd):
+    watch = seen(Process())
+    watch.timeout = 60.0
+    times = iter([0.0, 30.0, 61.0, 61.0])
+    monkeypatch.setattr(watch_module, "time", SimpleNamespace(monotonic=lambda: next(times)))
+    watch._number = 4
+    with watch.waiting("gradients"):
+        watch.check()
+        with pytest.raises(RankLost, match=r"gradients \(collective 5\) has waited 60 s \(ddp_timeout\) for rank 1"):
+            watch.check()
+
+
+def test_a_record_that_is_half_written_is_passed_over(seen, tmp_path):
+    watch = seen(None)
+    (tmp_path / "rank-1").write_text('{"beat": 2, "num')
+    watch._read_all(2.0)
+    assert watch.peers[0].record["beat"] == 1 and watch.lost is None
