@@ -192,7 +192,7 @@ class ScaleBench(Options):
         None, "of lognormal lengths before they are cut off; default: a third of max_completion_length"
     )
     completion_spread: float = option(1.0, "standard deviation of the logarithm of lognormal lengths")
-    max_num_seqs: int = option(512, "sequences that decode together on a GPU")
+    max_num_seqs: int = option(512, "sequences that decode together on a rank, which is tensor_parallel_size GPUs")
     max_tokens_per_batch: int = option(16384, "most tokens in one forward pass of training")
     gpu_memory_gb: float = option(141.0, "memory of a GPU; 0.9 of it without weights and states holds the KV cache")
     kv_cache_gb: float | None = option(None, "the KV cache of a GPU; default: what is left")

@@ -167,6 +167,14 @@ def test_a_ranks_training_by_hand():
     assert seconds == pytest.approx(count * shape.work(count) / times.train_flops)
 
 
+def test_ranks_train_on_about_as_many_tokens():
+    model = job(model="tiny", prompt_length=1, max_tokens_per_batch=10**9)
+    rows = np.array([3, 5, 4]) * 10**5  # the middle of the second lies before that of all
+    seconds, *_ = training_seconds(model, rows[None] - 1, 2)
+    work = rows[:2] * model.shape.work(rows[:2])
+    assert seconds == pytest.approx(work.sum() / model.times.train_flops)
+
+
 def test_sums_hide_behind_the_backward_pass():
     model = job(model="qwen3-0.6b", nvlink_latency=0, fast_reduction=True)
     ring, layer = model.ring(8, 1), model.shape.buckets[0]
@@ -191,6 +199,11 @@ def test_stages_of_zero():
         moved, _ = reduction(model, model.ring(8, 1), 10.0, 3)
         sent[stage] = moved.nvlink_bytes / numbers * 8 / 7
     assert sent == {0: pytest.approx(8), 1: pytest.approx(6), 3: pytest.approx(3 * (4 + 4) + 2)}
+    second, layer = 8 / 7 * 360e9, job().shape.buckets[0]
+    for overlap, hidden in ((True, 10.0), (False, 0.0)):
+        model = job(zero_stage=3, nvlink_latency=0, overlap=overlap)
+        exposed = 3 * (max(8 * numbers / second - hidden, 0) + 2 * layer / second) + 2 * numbers / second
+        assert reduction(model, model.ring(8, 1), 10.0, 3)[1] == pytest.approx(exposed)
     weights, lasting, most = state_bytes(job(zero_stage=0), 8)
     p = job().shape.parameters
     assert (weights, lasting, most) == (2 * p, 12 * p, 16 * p)
@@ -209,6 +222,10 @@ def test_gpus_that_share_layers():
     assert four.token_waits == pytest.approx(2 * 36 * 2 * 3 / 4 * 2 * 4096 / 360e9)
     free = with_sharing(job(model="qwen3-8b", tensor_parallel_size=4, nvlink_latency=0, nvlink_gb_per_s=1e12))
     assert free.row == pytest.approx(one.row / 4) and free.pass_waits == 0
+    lengths = np.full((2, 8), 512)
+    (whole, last, _), (shared, *_) = (training_seconds(each, lengths, 1) for each in (job(model="qwen3-8b"), model))
+    waits = 3 * 16 * 712 * four.token_waits + 6 * 36 * 6 * 5e-6  # six all-reduces a layer, of six messages each
+    assert whole == last and shared == pytest.approx(whole / 4 + waits)
 
 
 def test_a_step_is_its_parts():
@@ -231,7 +248,20 @@ def test_apart():
     assert longest < overlapped["seconds"] < longest + 0.2
     (together,) = rows(gpus=[8])
     assert turns["rollout_seconds"] > 1.5 * together["rollout_seconds"] and turns["state_gb"] == together["state_gb"]
-    assert turns["nvlink_gb"] > together["nvlink_gb"]
+    sums = 2 * 3 / 4 * 4 * sum(job().shape.buckets) / 1e9  # four train
+    assert turns["nvlink_gb"] == pytest.approx(sums + (2 * 596_049_920 + 512 * 8 * 512 * 8) / 1e9)
+    assert together["nvlink_gb"] == pytest.approx(sums * 7 / 6 + 512 * 8 * 512 * 8 / 1e9)
+
+
+def test_states_take_room_from_the_cache():
+    """12 bytes a parameter lie beside a rollout that shares its GPU with training, 2 where it has one of its own."""
+    options = dict(model="qwen3-8b", gpu_memory_gb=150.0, max_completion_length=1024)
+    model, lengths = job(**options), np.full((64, 8), 1024)
+    shape, times = model.shape, model.times
+    for more, held, prompts in (({}, 12, 512), ({"rollout_share": 0.5}, 2, 256)):
+        capacity = int((0.9 * 150e9 - held * shape.parameters) / shape.key_bytes)
+        (row,) = rows(gpus=[8], prompts=prompts, **options, **more)
+        assert row["rollout_seconds"] == rollout_seconds(lengths, 200, shape, times, capacity, 512)
 
 
 # ---- what must hold --------------------------------------------------------------------------------------------------
