@@ -10,8 +10,8 @@ import os
 import sys
 from collections.abc import Callable
 
-from cukit.bench import GenerateBench, GRPOBench, KernelsBench, PPOBench, TrainBench
-from cukit.commands.bench import bench_generate, bench_grpo, bench_kernels, bench_ppo, bench_train
+from cukit.bench import GenerateBench, GRPOBench, KernelsBench, PPOBench, ScaleBench, TrainBench
+from cukit.commands.bench import bench_generate, bench_grpo, bench_kernels, bench_ppo, bench_scale, bench_train
 from cukit.commands.chat import TINY_MODEL, ChatOptions, chat
 from cukit.commands.command import Command
 from cukit.commands.data import PrepareOptions, ShowOptions, data_prepare, data_show
@@ -195,6 +195,15 @@ COMMANDS = {
         "one PPO update of policy and critic on random tokens",
         (PPOBench,),
         examples=("cukit bench ppo --model qwen3-0.6b", "cukit bench ppo --critic separate --rows 8"),
+    ),
+    "bench scale": Command(
+        bench_scale,
+        "a step of GRPO on many GPUs, simulated from the times of one",
+        (ScaleBench,),
+        examples=(
+            "cukit bench scale --gpus 8 64 1024 --completions lognormal",
+            "cukit bench scale --model qwen3-8b --zero_stage 1 --rollout_share 0.5 --measured grpo.json",
+        ),
     ),
     "doctor": Command(doctor, "versions and devices, for a bug report", ()),
 }

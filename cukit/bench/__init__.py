@@ -16,8 +16,16 @@ from .presets import with_preset
 
 WORKLOADS = ("N", "G", "decode")
 CRITICS = ("shared", "separate")
+LENGTHS = ("fixed", "uniform", "lognormal")
 CHECKPOINTING = "what the backward pass makes again; auto: the fastest that fits; true is full, false none"
 BOOLS = (LEVELS_OF_BOOLS[False], LEVELS_OF_BOOLS[True])
+
+
+def check_output(path: str | None) -> None:
+    require(
+        path is None or Path(path).absolute().parent.is_dir(),
+        f"output {path!r} cannot be written: make its folder first",
+    )
 
 
 class BenchOptions(Options):
@@ -39,10 +47,7 @@ class BenchOptions(Options):
     def __post_init__(self) -> None:
         check_choices(self)
         check_range(self, "seed", 0, 2**63 - 1)  # requests use seed + 1000 times their number
-        require(
-            self.output is None or Path(self.output).absolute().parent.is_dir(),
-            f"output {self.output!r} cannot be written: make its folder first",
-        )
+        check_output(self.output)
 
 
 class KernelsBench(BenchOptions):
@@ -162,3 +167,81 @@ class PPOBench(BenchOptions):
             check_range(self, name, 1)
         check_range(self, "tokens_per_row", 2)
         check_range(self, "scale", 0, 1, open_low=True)
+
+
+class ScaleBench(Options):
+    """What a step of GRPO would take on many GPUs: simulated from the times of one."""
+
+    group = "measurement"
+    model: str = option("qwen3-0.6b", "a shape (qwen3-0.6b, qwen3-8b, qwen3-32b, …) or a model folder", group="files")
+    measured: list[str] | None = option(
+        None,
+        "reports of bench train, generate (G) and grpo on one GPU that replace what docs/BENCHMARKS.md has",
+        group="files",
+    )
+    output: str | None = option(None, "write all rows to this JSON file", group="files")
+    seed: int = option(0, "seed of the completions' lengths")
+    gpus: list[int] = option([8, 64, 1024], "numbers of GPUs, a row each")
+    gpus_per_host: int = option(8, "GPUs that NVLink connects")
+    prompts: int | None = option(None, "prompts of a step in all; default: prompts_per_gpu times gpus")
+    prompts_per_gpu: int | None = option(None, "prompts of a step for each GPU; default: 64")
+    num_generations: int = option(8, "completions of each prompt")
+    prompt_length: int = option(200, "tokens of a prompt")
+    max_completion_length: int = option(512, "most tokens of a completion")
+    completions: str = option(
+        "fixed", "their lengths: all the longest; uniform from 1 to it; lognormal, cut off there", LENGTHS
+    )
+    mean_completion_length: float | None = option(
+        None, "of lognormal lengths before they are cut off; default: a third of max_completion_length"
+    )
+    completion_spread: float = option(1.0, "standard deviation of the logarithm of lognormal lengths")
+    max_num_seqs: int = option(512, "sequences that decode together on a rank, which is tensor_parallel_size GPUs")
+    max_tokens_per_batch: int = option(16384, "most tokens in one forward pass of training")
+    gpu_memory_gb: float = option(141.0, "memory of a GPU; 0.9 of it without weights and states holds the KV cache")
+    kv_cache_gb: float | None = option(None, "the KV cache of a GPU; default: what is left")
+    nvlink_gb_per_s: float = option(360.0, "what a GPU sends by NVLink; default: 0.8 of the 450 of an H100 or H200")
+    network_gb_per_s: float = option(40.0, "what a GPU sends by the network; default: 0.8 of 400 Gbit/s InfiniBand")
+    nvlink_latency: float = option(5.0, "microseconds of a message by NVLink")
+    network_latency: float = option(15.0, "microseconds of a message by the network")
+    tensor_parallel_size: int = option(1, "GPUs that share each layer, in generation and in training")
+    zero_stage: int = option(0, "0: every GPU holds all; 1: a share of AdamW's states; 3: of weights and gradients too")
+    fast_reduction: bool = option(False, "gradients are added up in rings; default: in order of ranks")
+    overlap: bool = option(True, "a bucket's gradients are added up while the last pass goes on; false: after it")
+    rollout_share: float | None = option(None, "share of the GPUs that only generate; default: all do both, in turns")
+    off_policy_steps: int = option(
+        1, "with rollout_share: 1 trains on the rollout before while the next is drawn; 0: not"
+    )
+
+    def __post_init__(self) -> None:
+        check_choices(self)
+        check_range(self, "seed", 0, 2**63 - 1)
+        check_range(self, "num_generations", 2)
+        for name in ("gpus_per_host", "prompts", "prompts_per_gpu", "prompt_length", "max_completion_length"):
+            check_range(self, name, 1)
+        for name in ("max_num_seqs", "max_tokens_per_batch", "tensor_parallel_size"):
+            check_range(self, name, 1)
+        for name in ("gpu_memory_gb", "kv_cache_gb", "nvlink_gb_per_s", "network_gb_per_s", "mean_completion_length"):
+            check_range(self, name, 0, open_low=True)
+        for name in ("nvlink_latency", "network_latency", "completion_spread"):
+            check_range(self, name, 0)
+        check_range(self, "rollout_share", 0, 0.99, open_low=True)
+        check_range(self, "off_policy_steps", 0, 1)
+        require(self.zero_stage in (0, 1, 3), f"zero_stage must be 0, 1 or 3, got {self.zero_stage}")
+        require(
+            self.prompts is None or self.prompts_per_gpu is None,
+            f"prompts={self.prompts} and prompts_per_gpu={self.prompts_per_gpu} say two things: give one of them",
+        )
+        self._check_places()
+        check_output(self.output)
+
+    def _check_places(self) -> None:
+        host, share = self.gpus_per_host, self.tensor_parallel_size
+        require(
+            host % share == 0,
+            f"tensor_parallel_size={share} must divide gpus_per_host={host}: layers are shared by NVLink",
+        )
+        require(self.gpus, "gpus must name at least one number")
+        for number in self.gpus:
+            fits = 0 < number <= host or (number > 0 and number % host == 0)
+            require(fits, f"gpus must be at most gpus_per_host={host} or a multiple of it, got {number}")
+            require(number % share == 0, f"tensor_parallel_size={share} must divide gpus, got {number}")

@@ -73,17 +73,28 @@ COLUMNS = {
         ("peak_gb", "peak GB", "{:,.2f}"),
         ("note", "", "{}"),
     ),
+    "scale": (
+        ("gpus", "GPUs", "{:,}"),
+        ("prompts", "prompts", "{:,}"),
+        ("rollout_mean_seconds", "rollout, mean", "{:,.2f}"),
+        ("rollout_seconds", "slowest", "{:,.2f}"),
+        ("train_seconds", "train", "{:,.2f}"),
+        ("exposed_seconds", "waits for links", "{:,.3f}"),
+        ("update_seconds", "update", "{:,.4f}"),
+        ("seconds", "step s", "{:,.2f}"),
+        ("tokens_per_s", "tok/s", "{:,.0f}"),
+        ("efficiency", "of N x one GPU", "{:.0%}"),
+        ("nvlink_gb", "GB sent a GPU: NVLink", "{:,.2f}"),
+        ("network_gb", "network", "{:,.2f}"),
+        ("state_gb", "GB of weights, states", "{:,.1f}"),
+        ("note", "", "{}"),
+    ),
 }
 
 
 def new_report(benchmark: str, subject: Subject, options) -> dict:
     """A report without rows."""
-    commit, changed = _commit()
-    return {
-        "benchmark": benchmark,
-        "version": __version__,
-        "commit": commit,
-        "uncommitted_changes": changed,
+    return origin(benchmark) | {
         "device": subject.backend.name,
         "device_name": subject.backend.device_name(),
         "dtype": subject.dtype.name,
@@ -93,6 +104,12 @@ def new_report(benchmark: str, subject: Subject, options) -> dict:
         "options": asdict(options),
         "rows": [],
     }
+
+
+def origin(benchmark: str) -> dict:
+    """Which code a report comes from."""
+    commit, changed = _commit()
+    return {"benchmark": benchmark, "version": __version__, "commit": commit, "uncommitted_changes": changed}
 
 
 def _commit() -> tuple[str | None, bool | None]:
@@ -128,6 +145,8 @@ def _cell(value, form: str) -> str:
 def headline(report: dict) -> str:
     """Where the numbers come from, in one line."""
     commit = (report["commit"] or "unknown")[:12] + (" with changes" if report["uncommitted_changes"] else "")
+    if about := report.get("about"):
+        return f"bench {report['benchmark']}: {about}, cukit {report['version']}, commit {commit}"
     if report["weights"] == "random":
         model = f"{report['model']}'s shape with RANDOM weights"
     else:

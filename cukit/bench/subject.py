@@ -37,6 +37,14 @@ SHAPES = {
         num_attention_heads=32,
         tie_word_embeddings=False,
     ),
+    "qwen3-32b": QWEN3
+    | dict(
+        hidden_size=5120,
+        intermediate_size=25600,
+        num_hidden_layers=64,
+        num_attention_heads=64,
+        tie_word_embeddings=False,
+    ),
     "smollm2-135m": dict(
         architectures=["LlamaForCausalLM"],
         vocab_size=49152,
@@ -90,11 +98,16 @@ def choose_subject(options) -> Subject:
     hold_memory(backend, options.memory.nbytes)
     dtype = backend.dtype_of(options.dtype)
     name = options.model or ("tiny" if backend.name == "cpu" else "qwen3-0.6b")
+    return Subject(name, config_of(name), None if name in SHAPES else name, backend, dtype)
+
+
+def config_of(name: str) -> ModelConfig:
+    """Of a shape or a model folder; ValueError if it is neither."""
     if name in SHAPES:
-        return Subject(name, ModelConfig.from_json(SHAPES[name]), None, backend, dtype)
+        return ModelConfig.from_json(SHAPES[name])
     if "/" not in name and not Path(name).is_dir():
         raise ValueError(f"model {name!r} is neither a shape ({', '.join(SHAPES)}) nor a folder: choose one of these")
-    return Subject(name, load_config(name), name, backend, dtype)
+    return load_config(name)
 
 
 def build_model(subject: Subject, seed: int, lora: LoraOptions | None = None) -> Decoder:

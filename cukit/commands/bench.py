@@ -1,8 +1,8 @@
-"""bench kernels, generate, train, grpo, ppo: measure, print the table, write the rows."""
+"""bench kernels, generate, train, grpo, ppo: measure (scale: simulate), print the table, write the rows."""
 
 from typing import Any
 
-from ..bench import BenchOptions, GenerateBench, GRPOBench, KernelsBench, PPOBench, TrainBench
+from ..bench import BenchOptions, GenerateBench, GRPOBench, KernelsBench, PPOBench, ScaleBench, TrainBench
 from ..options import given_values
 from ..parallel.config import launched_rank
 from ..parallel.world import world
@@ -46,7 +46,14 @@ def bench_ppo(values: dict[str, Any]) -> None:
     _report(run(options), options)
 
 
-def _report(report: dict[str, Any], options: BenchOptions) -> None:
+def bench_scale(values: dict[str, Any]) -> None:
+    from ..bench.scale import run
+
+    options = make(ScaleBench, values)
+    _report(run(options), options)
+
+
+def _report(report: dict[str, Any], options: BenchOptions | ScaleBench) -> None:
     from ..bench.report import print_report, write_report
 
     if launched_rank():  # of several processes the first one reports
