@@ -76,7 +76,7 @@ def check_request(request, trained, longest=64):
 
 
 @pytest.mark.usefixtures("order")
-@pytest.mark.parametrize("case", [pytest.param(n, marks=[pytest.mark.slow] if n >= 12 else []) for n in range(80)])
+@pytest.mark.parametrize("case", [pytest.param(n, marks=[pytest.mark.slow] if n >= 12 else []) for n in range(40)])
 def test_random_schedules(adapters, case):
     """Little room, chunked prompts, preemption, n samples, further turns, penalties, aborts; more adapters than may be
     on the device at once.
