@@ -10,7 +10,7 @@ from .helpers import HashModel, check_engine, tiny_llm
 
 pytestmark = pytest.mark.usefixtures("order")
 
-CASES, QUICK = 200, 50  # all of them, and those of a plain `pytest`; CI runs all
+CASES, QUICK = 125, 50  # all of them, each in both orders, and those of a plain `pytest`; CI runs all
 
 
 def bad(state):
