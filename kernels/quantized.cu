@@ -2,7 +2,8 @@
 // (O, I) holds int8, or E4m3 codes (e4m3.cuh) where CODES; an output channel has one scale. Also: a weight to such
 // numbers, and back.
 // specialise: SCALAR=bf16,f16,f32 CODES=0,1
-// arch: sm_80 sm_89 sm_90a sm_100 sm_120
+// arch: sm_80 sm_90a
+// (Built ahead for these alone, since it takes the compiler long; other cards build it at its first use.)
 #include "e4m3.cuh"
 #include "mma.cuh"
 
