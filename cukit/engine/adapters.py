@@ -28,21 +28,22 @@ class RequestAdapters:
     def own(self) -> Any:
         """The adapter that is trained on the model, None where it is off in this thread or there is none."""
         adapter = getattr(self._model, "adapter", None)
-        return adapter if adapter is not None and adapter.on else None
+        return self._served(adapter if adapter is not None and adapter.on else None)
+
+    def _served(self, adapter: Any) -> Any:
+        """The adapter itself; ValueError for another than the trained one where the base's products are not at hand."""
+        trained = getattr(self._model, "adapter", None)
+        if trained is not None and adapter is not trained and (trained.base_on_host or self._config.quantization):
+            option = "lora_base_on_host" if trained.base_on_host else "quantization"
+            raise ValueError(f"with {option} an engine serves the trained adapter alone: leave out {option}")
+        return adapter
 
     def chosen(self, given: Adapters, count: int) -> list[Any]:
         """The adapter of each of `count` prompts. ValueError in one line for one that cannot be used."""
         requests = given if isinstance(given, list) else [given] * count
         if len(requests) != count:
             raise ValueError(f"{len(requests)} lora_requests for {count} prompts: give one for all, or one for each")
-        found = [self.own() if request is None else self.get(request) for request in requests]
-        trained = getattr(self._model, "adapter", None)
-        if trained is not None and trained.base_on_host and any(one is not trained for one in found):
-            raise ValueError(
-                "the base lies in the host's memory: an engine serves the trained adapter alone; leave out "
-                "lora_base_on_host"
-            )
-        return found
+        return [self.own() if request is None else self._served(self.get(request)) for request in requests]
 
     def get(self, request: LoRARequest) -> RequestAdapter:
         """Read its folder, unless it is known. ValueError in one line for one that does not fit."""

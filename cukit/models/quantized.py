@@ -11,7 +11,6 @@ import numpy as np
 
 from ..autograd import Tensor
 from .modules import Linear, Module, Products
-from .row_adapters import adapter_at
 
 KINDS = {"int8": np.int8, "fp8": np.uint8}  # fp8: E4M3 codes
 
@@ -48,13 +47,11 @@ class QuantizedWeights(Products):
             self.backend.quantize_weight(q, scale, _weight_in_use(linear))
 
     def __call__(self, linear: Linear, x: Tensor) -> Tensor | None:
-        copy, own, in_force = self._copies.get(linear), linear.adapter, adapter_at(linear)
-        if copy is None or (in_force is not None and in_force is not own):
+        copy, own = self._copies.get(linear), linear.adapter
+        if copy is None:
             return None
-        if own is not None and own.merged is not None and in_force is None:
-            return None  # the base is in no copy
         bias = None if linear.bias is None else linear.bias.data
-        beside = None if in_force is None or own.merged is not None else own.change(x.data, linear)[0]
+        beside = None if own is None or own.merged is not None else own.change(x.data, linear)[0]
         return Tensor(self.backend.quantized_linear_forward(x.data, *copy, bias, beside))
 
     def replaced(self) -> set[int]:

@@ -267,6 +267,39 @@ def test_the_own_adapter_the_base_and_others_in_one_batch(adapters, way):
     np.testing.assert_allclose(scored[0], token_logprobs(tiny_model(), [prompt])[0], atol=1e-12)
 
 
+@pytest.mark.parametrize(
+    "option, given, adapter",
+    [
+        ("lora_base_on_host", {}, {"way": "merged", "base_on_host": True}),
+        ("quantization", {"quantization": "int8"}, {}),
+    ],
+)
+def test_where_the_base_is_not_at_hand_the_trained_adapter_alone_is_served(adapters, option, given, adapter):
+    """Its products read merged copies that took the base's place, or copies in 8 bits."""
+    requests, _ = adapters
+    model = load_model(GOLDEN / "qwen3_tiny", dtype="float32")
+    own = Adapter(model, AdapterConfig(3, 6, ("q_proj",)), **adapter)
+    llm = LLM.from_model(model, None, max_model_len=64, enable_lora=not given, **given)
+    (output,) = llm.generate([[5, 6]], SamplingParams(max_tokens=2, ignore_eos=True))
+    assert len(output.outputs[0].token_ids) == 2
+    message = f"with {option} an engine serves the trained adapter alone: leave out {option}"
+    with own.off(), pytest.raises(ValueError, match=message):
+        llm.generate([[5, 6]])
+    with own.off(), pytest.raises(ValueError, match=message):
+        llm.core.add(*llm.core.check_prompt([4, 5], SamplingParams(), 0)[:1], None, SamplingParams())
+    if not given:
+        with pytest.raises(ValueError, match=message):
+            llm.generate([[5, 6]], lora_request=requests["qwen3_tiny", "a"])
+    assert not llm.core.requests
+
+
+def test_adapters_of_requests_and_quantization_exclude_each_other():
+    with pytest.raises(
+        ValueError, match="enable_lora multiplies with the model's own weights: leave out quantization=int8"
+    ):
+        EngineConfig(enable_lora=True, quantization="int8")
+
+
 def test_a_further_turn_keeps_its_adapter(adapters):
     requests, _ = adapters
     llm = engine()
