@@ -4,6 +4,7 @@ A declared parameter has a shape and a dtype, but no memory: a Store (store.py) 
 """
 
 import threading
+from abc import ABC, abstractmethod
 
 import numpy as np
 
@@ -58,14 +59,14 @@ class Module:
         return {name: slice(None)}
 
 
-class Products:
+class Products(ABC):
     """What may take the place of linear layers' products: `with products:` does so in this thread."""
 
     _active = threading.local()
 
+    @abstractmethod
     def __call__(self, linear: "Linear", x: Tensor) -> Tensor | None:
-        """The layer's output, None for a layer whose product stays."""
-        raise NotImplementedError
+        """The layer's output (T, O) of x (T, I), None for a layer whose product stays."""
 
     def __enter__(self):
         Products._active.products = self
