@@ -6,6 +6,7 @@ from threading import Lock, get_ident
 import numpy as np
 import pytest
 
+from cukit.optim import AdamW
 from cukit.parallel.group import Group, RankLost
 from cukit.runs.checkpoint import SaveError
 from cukit.runs.signals import RunStopped
@@ -15,9 +16,10 @@ from cukit.trainers.environment import Environment, Made, ToolEnvironment
 from cukit.trainers.ranks import Ranks, _sum_of_weights, merged
 from cukit.trainers.rollout import Samples
 from cukit.trainers.shared_rollouts import _counts, joined
+from cukit.trainers.zero import ShardedAdamW
 
 from . import run_trainer
-from .threads import on_ranks
+from .threads import ThreadGroup, on_ranks
 
 
 def test_shares_of_rows_have_about_as_many_tokens(rng):
@@ -168,3 +170,27 @@ def test_every_rank_gets_the_first_ones_error_of_saving(monkeypatch, tmp_path):
 
     assert on_ranks(2, rank) == [2, 2]
     assert len(calls) == 2  # after step 1, where training went on, and at the end; by one rank
+
+
+@pytest.mark.parametrize("options", [{}, {"fast_reduction": True}, {"zero_stage": 1}])
+def test_options_reach_the_sum_of_gradients_and_the_optimizer(options, monkeypatch, tmp_path):
+    """fast_reduction: the library's own sum, once a bucket. zero_stage: a rank holds the states of its half alone."""
+    groups, added, updated = {}, [], []
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    monkeypatch.setattr(ranks_module, "world", lambda: groups[get_ident()])
+    add_up, step = ThreadGroup._add_up, AdamW.step
+    monkeypatch.setattr(
+        ThreadGroup, "_add_up", lambda self, array, what: added.append(what) or add_up(self, array, what)
+    )
+    monkeypatch.setattr(AdamW, "step", lambda self, *rest: updated.append(type(self)) or step(self, *rest))
+
+    def rank(group):
+        groups[get_ident()] = group
+        sizes = {"max_steps": 1, "per_device_train_batch_size": 6}
+        trainer = run_trainer.make_trainer("sft", output_dir=str(tmp_path / "run"), **sizes | options)
+        trainer.train()
+        return len(trainer.model.store.buckets)
+
+    buckets, again = on_ranks(2, rank)
+    assert buckets == again and added == ["gradients"] * (2 * buckets if options.get("fast_reduction") else 0)
+    assert updated == [ShardedAdamW if options.get("zero_stage") else AdamW] * 2
