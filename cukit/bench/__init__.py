@@ -242,6 +242,6 @@ class ScaleBench(Options):
         )
         require(self.gpus, "gpus must name at least one number")
         for number in self.gpus:
-            fits = 0 < number <= host or (number > 0 and number % host == 0)
-            require(fits, f"gpus must be at most gpus_per_host={host} or a multiple of it, got {number}")
+            fits = number > 0 and (number <= host or number % host == 0)
+            require(fits, f"gpus must be 1 to gpus_per_host={host} or a multiple of that, got {number}")
             require(number % share == 0, f"tensor_parallel_size={share} must divide gpus, got {number}")

@@ -76,8 +76,8 @@ def test_the_command_writes_what_it_shows(capsys, tmp_path):
 @pytest.mark.parametrize(
     "argv, message",
     [
-        ("--gpus 0", "gpus must be at most gpus_per_host=8 or a multiple of it, got 0"),
-        ("--gpus 12", "gpus must be at most gpus_per_host=8 or a multiple of it, got 12"),
+        ("--gpus 0", "gpus must be 1 to gpus_per_host=8 or a multiple of that, got 0"),
+        ("--gpus 12", "gpus must be 1 to gpus_per_host=8 or a multiple of that, got 12"),
         ("--gpus 8 --tensor_parallel_size 3", "tensor_parallel_size=3 must divide gpus_per_host=8"),
         ("--gpus 2 --tensor_parallel_size 4", "tensor_parallel_size=4 must divide gpus, got 2"),
         ("--zero_stage 2", "zero_stage must be 0, 1 or 3, got 2"),
