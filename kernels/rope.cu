@@ -118,8 +118,9 @@ __device__ __forceinline__ void turn_head(RowOf row_of, bool rows_aligned, float
     if (to != nullptr) x.store(to, half, lane, vectorised);
 }
 
-// Grid: enough blocks for T · (H + 2K) heads, GROUPS a block.
-extern "C" __global__ void __launch_bounds__(THREADS)
+// Grid: enough blocks for T · (H + 2K) heads, GROUPS a block. The 1 lets the compiler take registers enough: float32 on
+// sm_100 spilled without it.
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
 qk_norm_rope_forward(SCALAR* out, float* rstd, const SCALAR* qkv, const float* q_weight, const float* k_weight,
                      const float* cos, const float* sin, const int* positions, int T, int H, int K, int D, float eps) {
     auto row_of = [&](unsigned t, unsigned head) { return out + ((long long)t * (H + 2 * K) + head) * D; };
@@ -127,7 +128,7 @@ qk_norm_rope_forward(SCALAR* out, float* rstd, const SCALAR* qkv, const float* q
 }
 
 // The same grid. Keys and values go to slots (T) int64 of the caches (slots, K, D), those of slot -1 nowhere.
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
 qk_norm_rope_store(SCALAR* out, SCALAR* k_cache, SCALAR* v_cache, const long long* slots, const SCALAR* qkv,
                    const float* q_weight, const float* k_weight, const float* cos, const float* sin,
                    const int* positions, int T, int H, int K, int D, float eps) {
