@@ -12,6 +12,7 @@ import numpy as np
 from ..autograd import no_grad
 from ..models.logprobs import packed_logprobs
 from .batch import PackedBatch, Rows
+from .dealt_out import dealt_out
 from .rewarding import completion_rows
 from .rollout import Samples, prompt_seed
 from .shared_rollouts import Rewarded, shared_out
@@ -40,6 +41,7 @@ class Generation(ABC):
     def __init__(self, trainer):
         self.trainer = trainer
         self._warned_cut, self._silent_batches = False, 0
+        self.balance: dict[str, float] = {}  # metrics of those of the newest generation batch
 
     @abstractmethod
     def batch(self, number: int) -> tuple[PackedBatch, dict]:
@@ -52,16 +54,37 @@ class Generation(ABC):
 
     def answered(self, number: int, data_rows: list[int], places: Sequence[int]) -> Rewarded:
         """Completions of the prompts at these places of data_rows, and their rewards; of several ranks each draws and
-        rewards its share. The samples' groups are numbers within `places`.
+        rewards its share; with balance_rollouts, groups move between them while they are drawn. The samples' groups are
+        numbers within `places`.
         """
+
+        def score(places, samples):
+            return self.score([data_rows[place] for place in places], samples)
 
         def draw(places):
             samples = self.complete(number, data_rows, places)
-            return samples, *self.score([data_rows[place] for place in places], samples)
+            return samples, *score(places, samples)
 
-        return shared_out(self.trainer.ranks, self.trainer.scorer, places, draw, "rollout")
+        ranks, scorer = self.trainer.ranks, self.trainer.scorer
+        if not self._balances:
+            return shared_out(ranks, scorer, places, draw, "rollout")
 
-    def complete(self, number: int, data_rows: list[int], places: Sequence[int], more=None) -> Samples:
+        def complete(dealt):
+            return self.complete(number, data_rows, places, dealt=dealt)
+
+        found, metrics = dealt_out(ranks, scorer, places, complete, score, "rollout")
+        self.balance = {name: self.balance.get(name, 0) + value for name, value in metrics.items()}
+        return found
+
+    @property
+    def _balances(self) -> bool:
+        trainer, engine = self.trainer, self.trainer.args.engine
+        if trainer.ranks.size == 1 or trainer.environments is not None:
+            return False
+        exact = trainer.model.backend.name != "cpu" and engine.exact != "false" and not engine.roundings
+        return {"auto": exact, "true": True, "false": False}[trainer.args.balance_rollouts]
+
+    def complete(self, number: int, data_rows: list[int], places: Sequence[int], more=None, dealt=None) -> Samples:
         """Completions of the prompts at these places of data_rows, to which `more` (see Rollout.generate) may add. What
         is drawn depends on a prompt's place, and not on the rank that draws it.
         """
@@ -74,6 +97,7 @@ class Generation(ABC):
                 trainer.raise_if_stopped,
                 more,
                 lambda group: trainer.train_rows[data_rows[places[0] + group]][0],
+                dealt,
             )
 
     def score(self, data_rows: Sequence[int], samples: Samples) -> tuple[np.ndarray, np.ndarray]:

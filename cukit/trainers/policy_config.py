@@ -58,6 +58,13 @@ class PolicyConfig(TrainerConfig):
         "most answers of an environment (or turns with tool calls) in a completion; default: no limit",
         group="environment",
     )
+    balance_rollouts: str = option(
+        "auto",
+        "groups of completions move from a process that is behind to one that waits: auto where that changes no bit "
+        "(cuda, exact), true, false; not with environments",
+        ("auto", "true", "false"),
+        group="several processes",
+    )
     prompts: PromptOptions = nested(PromptOptions)
     engine: EngineConfig = nested(EngineConfig, without=("seed", *LORA_OPTIONS))
 
