@@ -82,14 +82,10 @@ def _waiting_moves(loads: dict[int, Load], group_rows: int) -> list[Move]:
     return [Move(giver, taker, groups) for (giver, taker), groups in given.items()]
 
 
-def best_group(weights: dict[Any, tuple[int, int]], move: Move) -> Any:
-    """Which running group to give, None if none helps. weights: group -> (weight, tokens)."""
-    fitting = [
-        (abs(move.gap / 2 - weight), name)
-        for name, (weight, tokens) in weights.items()
-        if weight < move.gap and tokens <= move.tokens
-    ]
-    return min(fitting, key=lambda one: one[0])[1] if fitting else None
+def best_group(groups: dict[int, Load], move: Move) -> int | None:
+    """Which running group to give, None if none helps. groups: name -> what it adds to a load."""
+    fitting = [name for name, group in groups.items() if group.weight < move.gap and group.tokens <= move.tokens]
+    return min(fitting, key=lambda name: abs(move.gap / 2 - groups[name].weight), default=None)
 
 
 class Table(Protocol):

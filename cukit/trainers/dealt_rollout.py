@@ -7,11 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..engine.config import SamplingParams
-from ..engine.llm import LLM
+from ..engine.core import EngineCore
 from ..engine.request import Begun, Request
 from ..parallel.group import RankLost
 from ..parallel.mailbox import Mailbox
-from .dealing import ROW, Deal, Load, Move, best_group
+from .dealing import Deal, Load, Move, best_group
 
 LONGEST_PAUSE = 2e-3  # seconds between two looks at the messages of a rank without work
 
@@ -28,18 +28,17 @@ class Dealt:
 
 
 class EngineTable:
-    """The groups of one rank in its engine; see dealing.Table. prompts, params: of all places of the rollout."""
+    """The groups of one rank in its engine; see dealing.Table. prompts (ids), params: of all places."""
 
-    def __init__(self, llm: LLM, prompts: list, params: list[SamplingParams]):
-        self.core, self.prompts, self.params = llm.core, prompts, params
+    def __init__(self, core: EngineCore, prompts: list, params: list[SamplingParams]):
+        self.core, self.prompts, self.params = core, prompts, params
         self.running: dict[int, Request] = {}
         self.ended: dict[int, Request] = {}
-        self._longest = 0  # tokens of a group at its end, at most
+        self._longest = max(map(len, prompts)) + params[0].n * params[0].max_tokens  # tokens of a group at its end
 
     def begin(self, place: int, begun: list[Begun] | None = None) -> None:
         params = self.params[place]
         ids, text = self.core.check_prompt(self.prompts[place], params, place)
-        self._longest = max(self._longest, len(ids) + params.n * params.max_tokens)
         self.running[place] = self.core.add(ids, text, params, begun=begun)
 
     def step(self) -> None:
@@ -61,14 +60,14 @@ class EngineTable:
     def load(self) -> Load:
         core, waiting = self.core, self._waiting()
         rows = core.rows.count + len(core.scheduler.prompts)
-        running = [_size(request) for place, request in self.running.items() if place not in waiting]
+        running = [load_of(request) for place, request in self.running.items() if place not in waiting]
         free_rows, free_tokens = core.rows.capacity - rows, core.blocks.num_free * core.config.block_size
         room = 0
         if not waiting:
-            room = min(free_rows // self.params[0].n, free_tokens // max(self._longest, 1))
+            room = min(free_rows // self.params[0].n, free_tokens // self._longest)
             room = max(room, not self.running)  # one always fits
-        sequences, tokens = (sum(sizes) for sizes in zip(*running)) if running else (0, 0)
-        return Load(sequences, tokens, len(waiting), room, free_rows, free_tokens)
+        begun, tokens = sum(one.rows for one in running), sum(one.tokens for one in running)
+        return Load(begun, tokens, len(waiting), room, free_rows, free_tokens)
 
     def give(self, move: Move) -> list[tuple[int, list[Begun] | None]]:
         """[(place, its samples so far)]."""
@@ -76,9 +75,8 @@ class EngineTable:
         if move.groups:
             chosen = waiting[-move.groups :]  # those that would begin last
         else:
-            sizes = {place: _size(request) for place, request in self.running.items() if place not in waiting}
-            weights = {place: (tokens + ROW * rows, tokens) for place, (rows, tokens) in sizes.items()}
-            best = best_group(weights, move)
+            running = {place: load_of(request) for place, request in self.running.items() if place not in waiting}
+            best = best_group(running, move)
             chosen = [] if best is None else [best]
         found = []
         for place in chosen:
@@ -100,17 +98,18 @@ class EngineTable:
         ]
 
 
-def _size(request: Request) -> tuple[int, int]:
-    """(samples that go on, tokens that they hold; the prompt's once)."""
+def load_of(request: Request) -> Load:
+    """What a running group adds to a load; the prompt's keys are held once."""
     going = [seq for seq in request.sequences if seq.finish_reason is None]
-    return len(going) + request.num_missing, len(request.prompt_ids) + sum(seq.num_generated for seq in going)
+    tokens = len(request.prompt_ids) + sum(seq.num_generated for seq in going)
+    return Load(len(going) + request.num_missing, tokens)
 
 
 def play(
-    llm: LLM, prompts: list, params: list[SamplingParams], between_steps: Callable[[], None], dealt: Dealt
+    core: EngineCore, prompts: list, params: list[SamplingParams], between_steps: Callable[[], None], dealt: Dealt
 ) -> dict[int, Request]:
     """The groups that ended on this rank, by their places."""
-    table = EngineTable(llm, prompts, params)
+    table = EngineTable(core, prompts, params)
     deal = Deal(dealt.mailbox, table, len(prompts), params[0].n)
     pause, since = 0.0, time.monotonic()  # when this rank last had work
     try:

@@ -129,7 +129,7 @@ class Rollout:
 
         self.llm.wake_up()
         if dealt is not None:
-            ended = play(self.llm, prompts, params, between_steps or (lambda: None), dealt)
+            ended = play(self.llm.core, prompts, params, between_steps or (lambda: None), dealt)
             places = np.array(sorted(ended), np.int32)
             samples = _samples(self.llm, [ended[place] for place in places.tolist()])
             samples.groups = places[samples.groups]

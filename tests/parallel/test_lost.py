@@ -80,6 +80,26 @@ def test_a_rank_that_fails_is_quoted(tmp_path):
     assert seconds < 50
 
 
+DEALT = {"method": "grpo", "balance_rollouts": "true", "slow": 1, "max_num_seqs": 8, "max_completion_length": 24,
+         "per_device_train_batch_size": 8}  # fmt: skip
+
+
+def test_a_rank_killed_in_a_rollout_whose_groups_move_is_named(tmp_path):
+    output, seconds = lost(3, tmp_path, **DEALT, does="kill in rollout")
+    lines = re.findall(r"error: rank 1 \(process \d+ on \S+\) was killed or has crashed, (.*); rank (\d) stops", output)
+    assert {rank for _, rank in lines} == {"0", "2"}, output
+    assert seconds < 30 and latest_checkpoint(tmp_path / "run" / "run").name == "checkpoint-2"
+
+
+def test_what_one_rank_meets_in_a_rollout_whose_groups_move_ends_all(tmp_path):
+    """A stop: all save in order, also the first rank, which deals. An error: it is quoted."""
+    found, output = run(3, tmp_path, {"run": CASE | DEALT | {"does": "term in rollout", "save_steps": 0}})
+    assert [told["step"] for told, _ in found["run"]] == [2] * 3
+    assert "stopped at step 2 of 6" in output
+    output, _ = lost(3, tmp_path / "fails", **DEALT, does="fail in rollout")
+    assert "rank 1 failed in rollout: OSError: the disk of this rank is broken" in output, output
+
+
 def test_an_error_in_a_reward_ends_all_ranks_and_saves(tmp_path):
     """One that the ranks agree on: the finished steps are saved by the first rank before any of them ends."""
     process = start(2, tmp_path, {"run": {"method": "grpo", "per_device_train_batch_size": 12, "does": "reward"}})

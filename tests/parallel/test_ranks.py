@@ -14,6 +14,8 @@ from .launch import needs_mpi, run
 
 pytestmark = [pytest.mark.mpi, needs_mpi]
 
+# groups that move, four or eight completions at a time beside a rank that is slow
+BALANCED = dict(balance_rollouts="true", max_completion_length=24, max_num_seqs=8)
 # case -> options of one rank; per_device_train_batch_size is divided among ranks
 CASES = {
     "sft": dict(method="sft"),
@@ -35,6 +37,11 @@ CASES = {
     "grpo turns": dict(method="grpo", plays=True, max_completion_length=20),
     "grpo sampled evaluation": dict(method="grpo", num_generations_eval=2, max_steps=1,
                                     advantage_estimator="reinforce_plus_plus"),
+    "grpo balanced": dict(method="grpo", slow=1, **BALANCED),
+    "grpo balanced running": dict(method="grpo", slow=0, **BALANCED | {"max_num_seqs": 64}),
+    "grpo balanced rounds": dict(method="grpo", slow=1, dynamic_sampling=True, max_num_gen_batches=3, num_generations=2,
+                                 **BALANCED, per_device_train_batch_size=12),
+    "ppo balanced": dict(method="ppo", slow=1, **BALANCED),
     "ppo": dict(method="ppo", num_mini_batches=2, kl_coef=0.1, whiten_rewards=True, normalize_rewards=True,
                 per_device_train_batch_size=6),
     "ppo shared": dict(method="ppo", critic="shared", beta=0.05, kl_target=0.5, bootstrap_truncated=True,
@@ -43,7 +50,7 @@ CASES = {
                      per_device_train_batch_size=6),
     "ppo warm-up": dict(method="ppo", critic_warmup_steps=2),
 }  # fmt: skip
-TIMED = ("time/", "step_time", "tokens_per_second", "eval/runtime", "eps")
+TIMED = ("time/", "step_time", "tokens_per_second", "eval/runtime", "eps", "balance/")
 # rows of a batch, which 1, 2 and 3 ranks divide
 SIZES = {"sft": 6, "reward": 6, "grpo": 24, "ppo": 12}
 
