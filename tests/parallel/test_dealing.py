@@ -2,6 +2,7 @@
 
 import time
 from collections import deque
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,8 +13,10 @@ from cukit.parallel.group import Group, RankLost
 from cukit.runs.signals import RunStopped
 from cukit.trainers import dealing
 from cukit.trainers.dealing import Deal, Load, Move, best_group, moves
+from cukit.trainers.dealt_out import dealt_out
 from cukit.trainers.dealt_rollout import Dealt, EngineTable, play
 from cukit.trainers.ranks import Ranks
+from cukit.trainers.rollout import Samples
 
 from . import run_trainer
 from .threads import ThreadMailbox, on_ranks
@@ -246,6 +249,61 @@ def test_a_rank_without_work_does_not_wait_for_ever():
     dealt = Dealt(ThreadMailbox(1, [deque(), deque()]), range(0), timeout=0.05)
     with pytest.raises(RankLost, match=r"the rollout has waited 0 s \(ddp_timeout\) for another rank"):
         play(own.core, own.prompts, own.params, lambda: None, dealt)
+
+
+# ---- completions and rewards of all ranks ----------------------------------------------------------------------------
+
+
+def test_rewards_are_asked_for_where_a_prompt_was_at_first():
+    """7 groups of 2 on 3 ranks, which draw others than their shares; the third draws none."""
+    places, drawn = [10, 11, 12, 13, 14, 15, 16], ([6, 1, 3], [0, 2, 5, 4], [])
+
+    def work(group):
+        asked, scorer = [], SimpleNamespace(kept={}, take_recorded=lambda: {"mean": [group.rank]})
+        scorer.add_recorded = lambda found: scorer.kept.setdefault("mean", []).extend(found["mean"])
+
+        def complete(dealt):
+            assert dealt.places == [range(2), range(2, 4), range(4, 7)][group.rank] and dealt.timeout == 0.0
+            dealt.num_given, dealt.idle = group.rank, 0.5 * group.rank
+            names = [place for place in drawn[group.rank] for _ in range(2)]
+            one, ids = np.ones(len(names), np.int32), [np.array([place, place]) for place in names]
+            return Samples(ids, one, np.array(names, np.int32), [one] * len(names), ["stop"] * len(names), names)
+
+        def score(own, samples):
+            asked.extend(own)
+            samples.recorded = {"name": [str(text) for text in samples.texts]}
+            values = np.array([own[group] for group in samples.groups], float)
+            return values, values[:, None]
+
+        found = dealt_out(Ranks(group), scorer, places, complete, score, "a test")
+        return found, asked, scorer.kept
+
+    results = on_ranks(3, work)
+    assert [asked for _, asked, _ in results] == [[10, 11], [12, 13], [14, 15, 16]]
+    for ((samples, rewards, by_function), metrics), _, kept in results:
+        order = np.repeat(np.arange(7), 2)
+        assert samples.groups.tolist() == order.tolist() == samples.texts
+        assert rewards.tolist() == by_function[:, 0].tolist() == (order + 10).tolist()
+        assert samples.recorded == {"name": [str(place) for place in order]} and kept == {"mean": [0, 1, 2]}
+        assert metrics == {"balance/moved_groups": 3, "time/rollout_wait": 1.0}
+
+
+def test_a_model_without_finite_numbers_is_told_of_once_all_have_drawn():
+    def work(group):
+        def complete(dealt):
+            failed = [np.full(1, np.nan if group.rank or bad else 0.0)]
+            return Samples([np.ones(2, np.int32)], np.ones(1, np.int32), np.array([group.rank]), failed, ["stop"], [""])
+
+        def score(own, samples):
+            return np.zeros(1), np.zeros((1, 1))
+
+        scorer = SimpleNamespace(take_recorded=dict, add_recorded=lambda found: None)
+        return dealt_out(Ranks(group), scorer, range(2), complete, score, "a test")
+
+    bad = False
+    assert not any(isinstance(found, Exception) for found in on_ranks(2, work)), "one rank's completions alone"
+    bad = True
+    assert all("not finite in any of 2 completions" in str(found) for found in on_ranks(2, work))
 
 
 # ---- the option ------------------------------------------------------------------------------------------------------

@@ -14,8 +14,8 @@ from .launch import needs_mpi, run
 
 pytestmark = [pytest.mark.mpi, needs_mpi]
 
-# groups that move, four or eight completions at a time beside a rank that is slow
-BALANCED = dict(balance_rollouts="true", max_completion_length=24, max_num_seqs=8)
+# groups move from a rank that is slow
+BALANCED = dict(balance_rollouts="true", max_completion_length=24, max_num_seqs=8, max_steps=1)
 # case -> options of one rank; per_device_train_batch_size is divided among ranks
 CASES = {
     "sft": dict(method="sft"),
@@ -37,7 +37,7 @@ CASES = {
     "grpo turns": dict(method="grpo", plays=True, max_completion_length=20),
     "grpo sampled evaluation": dict(method="grpo", num_generations_eval=2, max_steps=1,
                                     advantage_estimator="reinforce_plus_plus"),
-    "grpo balanced": dict(method="grpo", slow=1, **BALANCED),
+    "grpo balanced": dict(method="grpo", slow=1, **BALANCED | {"max_steps": 2}),
     "grpo balanced running": dict(method="grpo", slow=0, **BALANCED | {"max_num_seqs": 64}),
     "grpo balanced rounds": dict(method="grpo", slow=1, dynamic_sampling=True, max_num_gen_batches=3, num_generations=2,
                                  **BALANCED, per_device_train_batch_size=12),
@@ -139,6 +139,13 @@ def close(ours, theirs, case):
     for name, value in theirs.items():
         if isinstance(value, float | int):
             assert ours[name] == pytest.approx(value, rel=tolerance, abs=tolerance), name
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if "balanced" in case])
+def test_groups_have_moved(case, several):
+    rows = read_jsonl(several[0] / case / "run" / "metrics.jsonl")
+    assert sum(row.get("balance/moved_groups", 0) for row in rows) > 0
+    assert all(row["time/rollout_wait"] >= 0 for row in rows if "balance/moved_groups" in row)
 
 
 def test_a_run_repeats_bit_for_bit(several, tmp_path):
