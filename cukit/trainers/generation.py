@@ -41,7 +41,7 @@ class Generation(ABC):
     def __init__(self, trainer):
         self.trainer = trainer
         self._warned_cut, self._silent_batches = False, 0
-        self.balance: dict[str, float] = {}  # metrics of those of the newest generation batch
+        self.balance: dict[str, float] = {}  # metrics of groups that moved, of the newest generation batch
 
     @abstractmethod
     def batch(self, number: int) -> tuple[PackedBatch, dict]:
@@ -57,27 +57,29 @@ class Generation(ABC):
         rewards its share; with balance_rollouts, groups move between them while they are drawn. The samples' groups are
         numbers within `places`.
         """
+        if self._balances:
+            return self._dealt(number, data_rows, places)
+
+        def draw(places):
+            samples = self.complete(number, data_rows, places)
+            return samples, *self.score([data_rows[place] for place in places], samples)
+
+        return shared_out(self.trainer.ranks, self.trainer.scorer, places, draw, "rollout")
+
+    def _dealt(self, number: int, data_rows: list[int], places: Sequence[int]) -> Rewarded:
+        def complete(dealt):
+            return self.complete(number, data_rows, places, dealt=dealt)
 
         def score(places, samples):
             return self.score([data_rows[place] for place in places], samples)
 
-        def draw(places):
-            samples = self.complete(number, data_rows, places)
-            return samples, *score(places, samples)
-
-        ranks, scorer = self.trainer.ranks, self.trainer.scorer
-        if not self._balances:
-            return shared_out(ranks, scorer, places, draw, "rollout")
-
-        def complete(dealt):
-            return self.complete(number, data_rows, places, dealt=dealt)
-
-        found, metrics = dealt_out(ranks, scorer, places, complete, score, "rollout")
+        found, metrics = dealt_out(self.trainer.ranks, self.trainer.scorer, places, complete, score, "rollout")
         self.balance = {name: self.balance.get(name, 0) + value for name, value in metrics.items()}
         return found
 
     @property
     def _balances(self) -> bool:
+        """Whether groups move. auto: where the composition of a batch, and so the clock, changes no bit."""
         trainer, engine = self.trainer, self.trainer.args.engine
         if trainer.ranks.size == 1 or trainer.environments is not None:
             return False

@@ -150,10 +150,10 @@ class Recorder:
 
 def make_slow(trainer, rank):
     """A step of this rank's engine takes longer, and groups that move need not be large."""
-    dealing.PERIOD, dealing.LEAST_GAP, dealing.ROW = 0.02, 1, 1
+    dealing.PERIOD, dealing.LEAST_GAP, dealing.ROW = 0.01, 1, 1
     go_on = trainer.raise_if_stopped
     if trainer.ranks.rank == rank:
-        trainer.raise_if_stopped = lambda: (time.sleep(0.02), go_on())
+        trainer.raise_if_stopped = lambda: (time.sleep(0.01), go_on())
 
 
 def run_case(folder, method, resume=None, does=None, silent=None, slow=None, **options):
