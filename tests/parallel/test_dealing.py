@@ -47,6 +47,8 @@ def test_groups_that_wait_go_where_they_can_begin():
     }
     assert moves(loads, 8) == [Move(0, 1, 3), Move(2, 3, 1)]
     assert moves(loads | {0: Load(rows=64, waiting=9)}, 8) == [Move(0, 1, 3), Move(0, 3, 1)]
+    level = {0: Load(rows=64, waiting=4), 1: Load(rows=40, room=3), 2: Load(rows=44, room=3)}
+    assert moves(level, 8) == [Move(0, 1, 2), Move(0, 2, 2)]
     # none runs from one to another meanwhile
     assert moves({0: Load(tokens=90_000, waiting=1), 1: Load(free_rows=8)}, 8) == []
 
