@@ -191,6 +191,21 @@ def test_what_a_rollout_that_was_cut_short_left_is_no_part_of_the_next():
     assert ended == [True, True]
 
 
+def test_a_rank_gets_no_order_before_it_has_carried_out_the_last(monkeypatch):
+    """A report of before would say that a rank is light which has just been given groups."""
+    boxes = [deque(), deque()]
+    monkeypatch.setattr(dealing, "PERIOD", 0.0)
+    dealer = Deal(ThreadMailbox(0, boxes), Pile({}, 1), 9, 1)._dealer
+
+    def orders_after(order):
+        dealer.take_in(0, "report", [0, order, Load(tokens=90_000)])
+        dealer.take_in(1, "report", [0, order, Load(tokens=10_000, free_rows=8)])
+        dealer.act()
+        return len(boxes[0])
+
+    assert [orders_after(order) for order in (0, 0, 0, 1, 1, 2)] == [1, 1, 1, 2, 2, 3]
+
+
 # ---- a rank's engine -------------------------------------------------------------------------------------------------
 
 
@@ -231,7 +246,7 @@ def test_an_engine_gives_and_takes():
     assert len(given) == 1 and given[0][0] in (0, 1) and len(given[0][1]) == 4
     other.take(given)
     assert one.give(Move(0, 1, 0, gap=10, tokens=10**6)) == []
-    assert len(one.running) == len(other.running) == 2
+    assert len(one.running) == len(other.running) == len(one.core.requests) == 2
     for each in (one, other, truth):
         while each.running:
             each.step()
