@@ -1,5 +1,6 @@
 """Groups that move between ranks: the rules, the messages with threads as ranks, and a rank's engine."""
 
+import pickle
 import time
 from collections import deque
 from types import SimpleNamespace
@@ -266,6 +267,21 @@ def test_a_rank_without_work_does_not_wait_for_ever():
     dealt = Dealt(ThreadMailbox(1, [deque(), deque()]), range(0), timeout=0.05)
     with pytest.raises(RankLost, match=r"the rollout has waited 0 s \(ddp_timeout\) for another rank"):
         play(own.core, own.prompts, own.params, lambda: None, dealt)
+
+
+def test_a_lost_rank_ends_the_rollout(monkeypatch):
+    """Nothing of it goes on, and the others are told."""
+    own, boxes, looks = table(), [deque(), deque()], iter(range(3))
+
+    def check(self):
+        if next(looks, None) is None:
+            raise RankLost("rank 0 is gone")
+
+    monkeypatch.setattr(ThreadMailbox, "check", check)
+    with pytest.raises(RankLost, match="rank 0 is gone"):
+        play(own.core, own.prompts, own.params, lambda: None, Dealt(ThreadMailbox(1, boxes), range(2), timeout=9.0))
+    assert not own.core.requests and own.core.blocks.num_free == own.core.blocks.num_blocks
+    assert pickle.loads(boxes[0][-1][1]) == (1, "left")
 
 
 # ---- completions and rewards of all ranks ----------------------------------------------------------------------------
