@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 CHUNK = 1 << 25  # elements that are exchanged at a time: what a sum takes besides, 128 MiB of float32
@@ -45,6 +46,15 @@ class Group:
     def gather_values(self, value: Any, what: str = "gather_values") -> list:
         """The value of each rank, in their order: any small Python value."""
         return [value]
+
+    def beside(self) -> AbstractContextManager[None]:
+        """Collectives inside, and what is computed there, come after what the device was told before; what it is told
+        later does not wait for them. Their arrays must live until join().
+        """
+        return nullcontext()
+
+    def join(self) -> None:
+        """What the device is told from now on comes after all that was begun beside()."""
 
     def on(self, backend: Any) -> Group:
         """The group of the same ranks for a backend's arrays."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from ..backend import nccl
@@ -37,6 +38,12 @@ class NCCLGroup(RankedGroup):
             self._link.all_gather(array)
         else:
             super().all_gather(array, borders, what)
+
+    def beside(self) -> AbstractContextManager[None]:
+        return self._link.beside()
+
+    def join(self) -> None:
+        self._link.join()
 
     def barrier(self, what: str = "barrier") -> None:
         self._host.barrier(what)

@@ -46,7 +46,8 @@ def make_optimizer(model: Decoder | ValueHead, args, ranks: Ranks | None = None)
     """The AdamW of a model, or of its adapter, as the options say."""
     kind: Any = AdamW
     if args.zero_stage and ranks is not None and ranks.size > 1:
-        kind = partial(ShardedAdamW, group=ranks.group.on(model.store.backend), host=ranks.group)
+        group = ranks.group
+        kind = partial(ShardedAdamW, group=group.on(model.store.backend), host=group, stage=args.zero_stage)
     on_host = model.store.backend.name == "cpu"
     if args.offload_optimizer and on_host:
         say_once(logger, "offload_optimizer changes nothing on a CPU, where all memory is the host's")

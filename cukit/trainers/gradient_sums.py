@@ -1,0 +1,194 @@
+"""The sums of the ranks' gradients, each begun as soon as the backward pass has left a bucket.
+
+All ranks call the same sums in the same order: round by round, in a round model by model, and of a model the bucket at
+first that a backward pass leaves first. A sum begins when this rank's pass has left the bucket and the sums before it
+have begun. What a rank has no pass for, or no gradient, it joins with zeros; a rank that fails joins the sums that are
+left too, and says so afterwards, where the ranks exchange their results (Ranks.total). So none waits for another in
+vain, whatever their passes are. That a parameter got no gradient on any rank is known then alone: until then its
+zeros are summed.
+
+Where a rank holds whole gradients (ZeRO-0 and 1), a model has one round, in its last pass. In stage 2 each pass is a
+round: its gradients are scattered, added to the shares, and dropped. How many rounds there are, the ranks agree on
+before the passes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from ..autograd import Parameter
+from ..models.store import Bucket, Store
+from ..parallel.group import Group
+from .in_backward import Leaving
+
+Names = tuple[str, ...]  # of the models that a pass serves
+Round = tuple[Names, int]
+
+
+class InOrder:
+    """Calls that are made in the order in which they were added: each once it is due, and those before it are made."""
+
+    def __init__(self) -> None:
+        self._calls: deque[tuple[Any, Callable[[], None]]] = deque()
+        self._due: set = set()
+        self._failed = False
+
+    def add(self, key: Any, call: Callable[[], None], due: bool) -> None:
+        """due: it may be made as soon as those before it are."""
+        self._calls.append((key, call))
+        if due:
+            self._due.add(key)
+
+    def due(self, keys: Iterable[Any]) -> None:
+        """These keys are due; what can be called now is called."""
+        self._due.update(keys)
+        while self._calls and self._calls[0][0] in self._due:
+            self._call_next()
+
+    def finish(self) -> None:
+        """Make all calls that are left."""
+        while self._calls:
+            self._call_next()
+
+    def _call_next(self) -> None:
+        if self._failed:
+            raise RuntimeError("a call failed, and what comes after it cannot be made")
+        self._failed = True
+        self._calls.popleft()[1]()
+        self._failed = False
+
+
+class GradientSums:
+    """The sums of one update: `with sums.summing():` around each backward pass, end_pass() after each pass, finish()
+    after the last one; settle() once all ranks have said what was reached.
+
+    group: of the ranks, for the host. models: name -> TrainedModel, those that the update is of. passes: for each pass
+    of this rank the names of the models that it serves, others too. Every rank makes one at the same time.
+    """
+
+    def __init__(self, group: Group, models: dict[str, Any], passes: Sequence[Iterable[str]], fast: bool = False):
+        self._stores: dict[str, Store] = {name: one.model.trained_store for name, one in models.items()}
+        self._stage = max((getattr(one.optimizer, "stage", 0) for one in models.values()), default=0)
+        self._fast, self._reached = fast, {name: set[Parameter]() for name in models}
+        self._groups = {name: group.on(store.backend) for name, store in self._stores.items()}
+        self._in_flight: Any = None  # gradients that a sum reads and that are wanted no more
+        served = [tuple(name for name in models if name in set(names)) for names in passes]
+        self._pass = 0
+        own, rounds = (
+            _last_passes(served, list(models)) if self._stage < 2 else _all_passes(served, list(models), group)
+        )
+        self._rounds = own  # that each pass of this rank ends
+        self._sums = InOrder()
+        for one in rounds:
+            has_no_pass = not any(one in ended for ended in own)
+            for name in one[0]:
+                for bucket in self._buckets(name):
+                    self._sums.add((one, bucket), partial(self._sum, name, bucket), has_no_pass)
+
+    def _buckets(self, name: str) -> list[Bucket]:
+        """What is trained of a model, in the order in which a backward pass leaves it."""
+        buckets = reversed(self._stores[name].buckets)
+        return [bucket for bucket in buckets if any(slot.parameter.requires_grad for slot in bucket.slots)]
+
+    # ---- a pass ----
+
+    @contextmanager
+    def summing(self) -> Iterator[None]:
+        """Around the backward pass of the pass that comes next."""
+        layers: dict[tuple[Round, str, str], list[Parameter]] = {}
+        for one in self._rounds[self._pass]:
+            for name in one[0]:
+                for bucket in self._buckets(name):
+                    trained = [slot.parameter for slot in bucket.slots if slot.parameter.requires_grad]
+                    layers.setdefault((one, name, bucket.layer), []).extend(trained)
+        with Leaving(layers, self._left).telling():
+            yield
+
+    def _left(self, layer: tuple[Round, str, str]) -> None:
+        one, name, layer_name = layer
+        self._sums.due((one, bucket) for bucket in self._buckets(name) if bucket.layer == layer_name)
+
+    def end_pass(self) -> None:
+        """After a pass, also of one without a gradient."""
+        rounds = self._rounds[self._pass]
+        self._pass += 1
+        self._sums.due((one, bucket) for one in rounds for name in one[0] for bucket in self._buckets(name))
+
+    def finish(self) -> None:
+        """Join all sums that are left."""
+        self._sums.finish()
+
+    def _sum(self, name: str, bucket: Bucket) -> None:
+        group = self._groups[name]
+        self._reached[name].update(slot.parameter for slot in bucket.slots if slot.parameter.grad is not None)
+        gradient = bucket.grad_buffer()
+        if self._stage >= 2:
+            self.join()  # the sum before this one: its gradients go
+        with group.beside():
+            if self._stage == 0:
+                group.all_reduce(gradient, "gradients", self._fast)
+                return
+            share = group.reduce_scatter(gradient, "gradients")
+            if self._stage >= 2 and bucket.share is None:
+                bucket.share = share.copy()
+            elif self._stage >= 2:
+                bucket.share += share
+        if self._stage >= 2:
+            self._in_flight = gradient
+            bucket.free_buffer()
+
+    # ---- all passes are over ----
+
+    def reached(self) -> dict[str, list[bool]]:
+        """For each parameter of a model whether this rank has a gradient of it."""
+        return {
+            name: [parameter in self._reached[name] for parameter in store.parameters]
+            for name, store in self._stores.items()
+        }
+
+    def settle(self, found: Sequence[dict[str, list[bool]]]) -> None:
+        """Every rank holds the sums. found: what reached() gave on each: what no rank reached has no gradient."""
+        self.join()
+        for name, store in self._stores.items():
+            for parameter, *flags in zip(store.parameters, *(one[name] for one in found), strict=True):
+                if not any(flags):
+                    continue
+                if self._stage >= 2:
+                    parameter.slot.is_summed = True
+                else:
+                    parameter.grad_buffer()
+            for bucket in store.buckets:
+                if not any(slot.has_gradient for slot in bucket.slots):
+                    bucket.free_grad()
+
+    def join(self) -> None:
+        """What a device is told from now on comes after the sums that have begun."""
+        for group in self._groups.values():
+            group.join()
+        self._in_flight = None
+
+
+def _last_passes(served: Sequence[Names], models: list[str]) -> tuple[list[list[Round]], list[Round]]:
+    """(rounds that each pass of this rank ends, all rounds): one a model, which its last pass ends."""
+    last = {name: place for place, names in enumerate(served) for name in names}
+    own = [[((name,), 0) for name in names if last[name] == place] for place, names in enumerate(served)]
+    return own, [((name,), 0) for name in models]
+
+
+def _all_passes(served: Sequence[Names], models: list[str], group: Group) -> tuple[list[list[Round]], list[Round]]:
+    """The same where each pass ends a round: as many as any rank has passes of a kind; kinds in the order of the
+    models, in which every rank makes its passes.
+    """
+    seen: Counter[Names] = Counter()
+    own: list[list[Round]] = []
+    for names in served:
+        own.append([(names, seen[names])] if names else [])
+        seen[names] += 1
+    counts = group.gather_values(dict(seen), "passes")
+    kinds = {names for one in counts for names in one if names}
+    in_order = sorted(kinds, key=lambda names: [models.index(name) for name in names])
+    return own, [(names, number) for names in in_order for number in range(max(one.get(names, 0) for one in counts))]
