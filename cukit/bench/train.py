@@ -183,7 +183,7 @@ def _train(
 
     models = {POLICY: TrainedModel(POLICY, model, optimizer)}
     fast = parallel is not None and parallel.fast_reduction
-    (ranks or Ranks(Group())).total(passes, models, [(POLICY,)] * len(step.micro_batches), fast)
+    (ranks or Ranks(Group())).total(passes, models, models, [(POLICY,)] * len(step.micro_batches), fast)
     if update is None:
         optimizer.step()
     else:

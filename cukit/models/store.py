@@ -75,7 +75,8 @@ class Slot:
 
 class Bucket:
     """Parameters side by side in one array: data (size,); grad (size,) or None. layer: the name of theirs. share: this
-    rank's share of the ranks' sum of gradients, where that is kept in place of grad.
+    rank's share of the ranks' sum of gradients, where that is kept in place of grad. own: its share of the weights,
+    where data has no memory (ZeRO-3, trainers/sharded_weights.py).
     """
 
     origin = 0  # where it begins in the whole of which it is a part
@@ -87,7 +88,8 @@ class Bucket:
             self.slots.append(Slot(self, parameter, -(-end // ALIGNMENT) * ALIGNMENT))
             end = self.slots[-1].stop
         self.size = padded_size(end)
-        self.data, self.grad, self.share = backend.zeros((self.size,), self.dtype), None, None
+        self.data, self.grad = backend.zeros((self.size,), self.dtype), None
+        self.share = self.own = None
         for slot in self.slots:
             given, slot.parameter.slot = slot.parameter.data, slot
             if not isinstance(given, Declared):

@@ -28,7 +28,7 @@ class ParallelOptions(Options):
 
     def __post_init__(self) -> None:
         check_range(self, "ddp_timeout", 1)
-        check_range(self, "zero_stage", 0, 2)
+        check_range(self, "zero_stage", 0, 3)
 
 
 def num_processes(environment: Mapping[str, str] = os.environ) -> int:

@@ -1,21 +1,22 @@
-"""The sums of the ranks' gradients, each begun as soon as the backward pass has left a bucket.
+"""What ranks exchange within the passes of an update: sums of gradients, each begun as soon as the backward pass has
+left a bucket, and, in ZeRO-3, weights before a layer needs them.
 
-All ranks call the same sums in the same order: round by round, in a round model by model, and of a model the bucket at
-first that a backward pass leaves first. A sum begins when this rank's pass has left the bucket and the sums before it
-have begun. What a rank has no pass for, or no gradient, it joins with zeros; a rank that fails joins the sums that are
-left too, and says so afterwards, where the ranks exchange their results (Ranks.total). So none waits for another in
-vain, whatever their passes are. That a parameter got no gradient on any rank is known then alone: until then its
-zeros are summed.
+All ranks make the same calls in the same order: round by round; in a round the weights of the forward pass, then, model
+by model, the sum of the bucket at first that a backward pass leaves first. A call is made when this rank's pass has
+come to it and the calls before it are made. What a rank has no pass for, or no gradient, it joins, with zeros; a rank
+that fails joins the calls that are left too, and says so afterwards, where the ranks exchange their results
+(Ranks.total). So none waits for another in vain, whatever their passes are. That a parameter got no gradient on any
+rank is known then alone: until then its zeros are summed.
 
-Where a rank holds whole gradients (ZeRO-0 and 1), a model has one round, in its last pass. In stage 2 each pass is a
-round: its gradients are scattered, added to the shares, and dropped. How many rounds there are, the ranks agree on
+Where a rank holds whole gradients (ZeRO-0 and 1), a model has one round, in its last pass. From stage 2 on each pass is
+a round: its gradients are scattered, added to the shares, and dropped. How many rounds there are, the ranks agree on
 before the passes.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -24,6 +25,7 @@ from ..autograd import Parameter
 from ..models.store import Bucket, Store
 from ..parallel.group import Group
 from .in_backward import Leaving
+from .sharded_weights import BACKWARD, FORWARD, ShardedWeights
 
 Names = tuple[str, ...]  # of the models that a pass serves
 Round = tuple[Names, int]
@@ -63,31 +65,75 @@ class InOrder:
 
 
 class GradientSums:
-    """The sums of one update: `with sums.summing():` around each backward pass, end_pass() after each pass, finish()
-    after the last one; settle() once all ranks have said what was reached.
+    """The exchanges of one update: `with sums.summing():` around each backward pass, end_pass() after each pass,
+    finish() after the last one; settle() once all ranks have said what was reached; end() in any case.
 
-    group: of the ranks, for the host. models: name -> TrainedModel, those that the update is of. passes: for each pass
-    of this rank the names of the models that it serves, others too. Every rank makes one at the same time.
+    group: of the ranks, for the host. models: name -> TrainedModel. learning: those that the update is of. passes: for
+    each pass of this rank the models that it serves; in stage 3 it takes each of them through its layers once. Every
+    rank makes one at the same time.
     """
 
-    def __init__(self, group: Group, models: dict[str, Any], passes: Sequence[Iterable[str]], fast: bool = False):
-        self._stores: dict[str, Store] = {name: one.model.trained_store for name, one in models.items()}
+    def __init__(
+        self,
+        group: Group,
+        models: dict[str, Any],
+        learning: Collection[str],
+        passes: Sequence[Iterable[str]],
+        fast: bool = False,
+    ):
+        learns = {name: one for name, one in models.items() if name in learning}
+        self._stores: dict[str, Store] = {name: one.model.trained_store for name, one in learns.items()}
         self._stage = max((getattr(one.optimizer, "stage", 0) for one in models.values()), default=0)
-        self._fast, self._reached = fast, {name: set[Parameter]() for name in models}
-        self._groups = {name: group.on(store.backend) for name, store in self._stores.items()}
+        self._fast, self._reached = fast, {name: set[Parameter]() for name in learns}
+        self._groups = {name: group.on(one.model.backend) for name, one in models.items()}
+        self._weights: dict[str, ShardedWeights] = {
+            name: one.weights for name, one in models.items() if one.weights is not None
+        }
         self._in_flight: Any = None  # gradients that a sum reads and that are wanted no more
-        served = [tuple(name for name in models if name in set(names)) for names in passes]
+        names = [name for name in models if name in self._stores or name in self._weights]
+        served = [tuple(name for name in names if name in set(given)) for given in passes]
         self._pass = 0
-        own, rounds = (
-            _last_passes(served, list(models)) if self._stage < 2 else _all_passes(served, list(models), group)
-        )
-        self._rounds = own  # that each pass of this rank ends
-        self._sums = InOrder()
+        self._rounds, rounds = _last_passes(served, names) if self._stage < 2 else _all_passes(served, names, group)
+        self._wanted: set = set()  # weights that this rank's pass asks for
+        self._calls = InOrder()
         for one in rounds:
-            has_no_pass = not any(one in ended for ended in own)
-            for name in one[0]:
-                for bucket in self._buckets(name):
-                    self._sums.add((one, bucket), partial(self._sum, name, bucket), has_no_pass)
+            has_no_pass = not any(one in ended for ended in self._rounds)
+            for key, call in self._calls_of(one):
+                self._calls.add(key, call, has_no_pass)
+        for name, weights in self._weights.items():
+            weights.begin_passes(partial(self._need, name))
+
+    def _calls_of(self, one: Round) -> Iterator[tuple[Any, Callable[[], None]]]:
+        """The calls of a round, in order, with their keys."""
+        sharded = [name for name in one[0] if name in self._weights]
+        for name in sharded:
+            for place, bucket in enumerate(self._weights[name].order):
+                key = one, name, FORWARD, place
+                yield key, partial(self._gather, name, bucket, key)
+        for name in [*reversed(sharded), *(name for name in one[0] if name not in self._weights)]:
+            if name not in self._stores:
+                continue
+            layers = self._weights[name].layers if name in self._weights else []
+            rest = self._buckets(name)
+            for place in reversed(range(len(layers))):
+                key = one, name, BACKWARD, place
+                yield key, partial(self._gather, name, layers[place], key)
+                for bucket in self._complete_at(name, place):
+                    rest.remove(bucket)
+                    yield (one, bucket), partial(self._sum, name, bucket)
+            for bucket in rest:
+                yield (one, bucket), partial(self._sum, name, bucket)
+
+    def _complete_at(self, name: str, place: int) -> list[Bucket]:
+        """What the backward pass has left when it comes to a layer, and had not when it came to the one before: that
+        one's buckets, for the first layer those after all layers.
+        """
+        before = f"layers.{place + 1}" if place + 1 < len(self._weights[name].layers) else None
+        return [
+            bucket
+            for bucket in self._buckets(name)
+            if (bucket.layer == before if before else not bucket.layer.startswith(("layers.", "embed_tokens")))
+        ]
 
     def _buckets(self, name: str) -> list[Bucket]:
         """What is trained of a model, in the order in which a backward pass leaves it."""
@@ -102,7 +148,7 @@ class GradientSums:
         layers: dict[tuple[Round, str, str], list[Parameter]] = {}
         for one in self._rounds[self._pass]:
             for name in one[0]:
-                for bucket in self._buckets(name):
+                for bucket in self._buckets(name) if name not in self._weights else ():
                     trained = [slot.parameter for slot in bucket.slots if slot.parameter.requires_grad]
                     layers.setdefault((one, name, bucket.layer), []).extend(trained)
         with Leaving(layers, self._left).telling():
@@ -110,17 +156,46 @@ class GradientSums:
 
     def _left(self, layer: tuple[Round, str, str]) -> None:
         one, name, layer_name = layer
-        self._sums.due((one, bucket) for bucket in self._buckets(name) if bucket.layer == layer_name)
+        self._calls.due((one, bucket) for bucket in self._buckets(name) if bucket.layer == layer_name)
+
+    def _need(self, name: str, direction: str, place: int) -> None:
+        """This rank's pass needs weights: those of `place` now, and the next ones soon. In the backward pass it has
+        left what lies before.
+        """
+        (one,) = self._rounds[self._pass]
+        weights = self._weights[name]
+        order = weights.order if direction == FORWARD else weights.layers
+        following = place + (1 if direction == FORWARD else -1)
+        keys: list = [(one, name, direction, at) for at in (place, following) if 0 <= at < len(order)]
+        self._wanted.update(keys)
+        if direction == BACKWARD:
+            keys += [(one, bucket) for bucket in self._complete_at(name, place)]
+        self._calls.due(keys)
+        if not weights.holds(order[place]):
+            raise ValueError(
+                f"zero_stage=3 takes a model through its layers once in a pass of training, and this one does so again "
+                f"({name}, {direction} {place}); take zero_stage=2"
+            )
+        self.join()
+
+    def _gather(self, name: str, bucket: Bucket, key: Any) -> None:
+        self._weights[name].gather(bucket)
+        if key not in self._wanted:  # for the other ranks
+            self._weights[name].release(bucket)
 
     def end_pass(self) -> None:
         """After a pass, also of one without a gradient."""
+        for weights in self._weights.values():
+            weights.release_all()
+        self._wanted.clear()
         rounds = self._rounds[self._pass]
         self._pass += 1
-        self._sums.due((one, bucket) for one in rounds for name in one[0] for bucket in self._buckets(name))
+        self._calls.due([key for one in rounds for key, _ in self._calls_of(one)])
 
     def finish(self) -> None:
-        """Join all sums that are left."""
-        self._sums.finish()
+        """Join all calls that are left."""
+        self._wanted.clear()
+        self._calls.finish()
 
     def _sum(self, name: str, bucket: Bucket) -> None:
         group = self._groups[name]
@@ -165,8 +240,13 @@ class GradientSums:
                 if not any(slot.has_gradient for slot in bucket.slots):
                     bucket.free_grad()
 
+    def end(self) -> None:
+        self.join()
+        for weights in self._weights.values():
+            weights.end_passes()
+
     def join(self) -> None:
-        """What a device is told from now on comes after the sums that have begun."""
+        """What a device is told from now on comes after what has been begun."""
         for group in self._groups.values():
             group.join()
         self._in_flight = None

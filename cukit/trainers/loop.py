@@ -283,6 +283,7 @@ class Run:
         """The final model, the last or the best one, stands at the top of the run folder; the trainer holds it too."""
         self.ranks.barrier("saving")  # the first rank may still be writing what the others read here
         trainer, best = self.trainer, self._best_step
+        trainer.whole_weights()
         source = checkpoint.checkpoint_folder(self.folder, trainer.global_step)
         if best is not None:
             kept = checkpoint.checkpoint_folder(self.folder, best)
@@ -322,6 +323,7 @@ class Run:
         def write():
             return self._write_checkpoint(folder, arrays, values) if self.ranks.is_first else None
 
+        trainer.whole_weights()
         arrays, values = trainer.method_state()
         if self.ranks.is_first or self._sharded:
             arrays = state_arrays(trainer.models, arrays)  # with ZeRO-1 it is gathered from all ranks

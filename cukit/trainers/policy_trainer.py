@@ -182,6 +182,7 @@ class PolicyTrainer(Trainer):
         metrics: dict = {}
         place = step % self.updates_a_generation
         if place == 0:
+            self.whole_weights()
             self._batch, metrics = self.generation.batch(step // self.updates_a_generation)
         assert self._batch is not None
         index = place % self.args.num_slices

@@ -8,7 +8,7 @@ what one rank does with the same batch, but for the order in which sums are adde
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -112,17 +112,18 @@ class Ranks:
         self,
         work: Callable[[GradientSums | None], tuple[Sums, bool]],
         models: dict[str, Any],
+        learning: Collection[str],
         passes: Sequence[Iterable[str]],
         fast: bool,
     ) -> tuple[Sums, bool]:
         """(sums, was there a gradient) of an optimizer batch of which work() does this rank's passes, and tells the
         given GradientSums of them; afterwards every rank holds the sums of the whole batch's gradients, or its shares.
 
-        models: those that learn. passes: for each pass of this rank the names of the models that it serves.
+        models: by name. learning: those that the update is of. passes: for each pass of this rank those that it serves.
         """
         if self.size == 1:
             return work(None)
-        gradients = GradientSums(self.group, models, passes, fast)
+        gradients = GradientSums(self.group, models, learning, passes, fast)
 
         def joined() -> tuple[Sums, bool, dict]:
             try:
@@ -138,7 +139,7 @@ class Ranks:
         try:
             found = self.each(joined, "training")
         finally:
-            gradients.join()
+            gradients.end()
         gradients.settle([reached for _, _, reached in found])
         return merged([sums for sums, _, _ in found]), any(has for _, has, _ in found)
 

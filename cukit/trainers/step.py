@@ -157,7 +157,8 @@ class Steps(ABC):
         """
         sums, has_gradient = self.ranks.total(
             lambda gradients: self._passes(micro_batches, in_backward, gradients),
-            {name: one for name, one in self.models.items() if self.learns(name)},
+            self.models,
+            {name for name in self.models if self.learns(name)},
             [self.served_by(micro_batch) for micro_batch in micro_batches],
             self.args.fast_reduction,
         )

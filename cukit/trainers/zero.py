@@ -4,7 +4,7 @@ Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Pa
 gradients is scattered, so that each rank gets its share of it; then each gathers the others' new weights. A share is a
 run of whole pieces of a bucket, and sums are made piece by piece: the numbers are those of the plain optimizer, bit for
 bit. Stage 2: the gradients of each pass are scattered as it leaves them, and a rank keeps its share of their sum
-(gradient_sums.py).
+(gradient_sums.py). Stage 3: it keeps its share of the weights alone, too (sharded_weights.py).
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ class Shard:
         self.whole, self.part = bucket, bucket.shard(rank, ranks)
         self.backend, self.dtype, self.slots = bucket.backend, bucket.dtype, bucket.slots
         self.size, self.origin = self.part.stop - self.part.start, self.part.start
-        self.data = bucket.data[self.part]
+
+    @property
+    def data(self) -> Any:
+        return self.whole.data[self.part] if self.whole.own is None else self.whole.own
 
     @property
     def grad(self) -> Any:
@@ -83,7 +86,7 @@ class ShardedAdamW(AdamW):
     def _update_buckets(self, buckets: list[Bucket], lr: float, grad_scale: float) -> None:
         super()._update_buckets(buckets, lr, grad_scale)
         for bucket in buckets:
-            if super()._runs(bucket):
+            if super()._runs(bucket) and bucket.own is None:
                 self._group.all_gather(bucket.data, what="weights")
 
     # ---- checkpoints ----

@@ -14,6 +14,7 @@ from cukit.runs.signals import RunStopped
 from cukit.trainers import gradient_sums
 from cukit.trainers.gradient_sums import GradientSums
 from cukit.trainers.ranks import Ranks
+from cukit.trainers.state import TrainedModel
 
 from . import run_trainer
 from .threads import ThreadGroup, on_ranks
@@ -30,7 +31,7 @@ def made(seed, stage):
         model.gradient_checkpointing = level
         for parameter in model.store.parameters:
             parameter.requires_grad = bool(rng.random() > 0.2)
-        found[name] = SimpleNamespace(model=model, optimizer=SimpleNamespace(stage=stage))
+        found[name] = TrainedModel("", model, SimpleNamespace(stage=stage))
     return found
 
 
@@ -100,7 +101,11 @@ def test_sums_are_those_of_gradients_that_are_added_after_all_passes(seed, stage
     def work(group):
         models, passes = made(seed, stage), passes_of(seed, group.rank)
         sums, has = Ranks(group).total(
-            lambda gradients: run_passes(models, passes, gradients), models, [names for names, _ in passes], False
+            lambda gradients: run_passes(models, passes, gradients),
+            models,
+            models,
+            [names for names, _ in passes],
+            False,
         )
         assert sums["loss"] == RANKS and has
         found = gradients_of(models)
@@ -141,7 +146,7 @@ def test_a_parameter_that_no_rank_reached_has_no_gradient():
             gradients.end_pass()
             return {}, True
 
-        Ranks(group).total(passes, models, [("policy", "critic")], False)
+        Ranks(group).total(passes, models, models, [("policy", "critic")], False)
         return [parameter.name for one in models.values() for parameter in one.model.store.parameters
                 if parameter.grad is not None]  # fmt: skip
 
@@ -165,7 +170,7 @@ def test_a_sum_begins_before_the_backward_pass_ends(stage, monkeypatch):
 
     def work(group):
         model = run_trainer.model("float64", "score")  # the embedding is not the head
-        one, model.store.seen = {"policy": SimpleNamespace(model=model, optimizer=SimpleNamespace(stage=stage))}, []
+        one, model.store.seen = {"policy": TrainedModel("", model, SimpleNamespace(stage=stage))}, []
 
         def passes(gradients):
             for _ in range(2):
@@ -175,7 +180,7 @@ def test_a_sum_begins_before_the_backward_pass_ends(stage, monkeypatch):
                 gradients.end_pass()
             return {}, True
 
-        Ranks(group).total(passes, one, [("policy",)] * 2, False)
+        Ranks(group).total(passes, one, one, [("policy",)] * 2, False)
         return model.store.seen
 
     order = ["score", "norm", "layers.1", "layers.1", "layers.0", "layers.0", "embed_tokens"]
@@ -194,7 +199,11 @@ def test_a_rank_that_fails_ends_the_others_in_one_line(stage, fails_at):
         passes = [(("policy", "critic"), [[1, 2, 3]])] * 4 if group.rank else passes_of(3, 0)
         at = fails_at if group.rank == 1 else None
         Ranks(group).total(
-            lambda gradients: run_passes(models, passes, gradients, at), models, [names for names, _ in passes], False
+            lambda gradients: run_passes(models, passes, gradients, at),
+            models,
+            models,
+            [names for names, _ in passes],
+            False,
         )
 
     first, own, other = on_ranks(RANKS, work)
@@ -210,7 +219,7 @@ def test_a_stop_within_a_pass_stops_all():
         def passes(gradients):
             raise RunStopped
 
-        Ranks(group).total(passes, models, [("policy",)], False)
+        Ranks(group).total(passes, models, models, [("policy",)], False)
 
     assert [type(error) for error in on_ranks(2, work)] == [RunStopped] * 2
 
@@ -229,7 +238,7 @@ def test_a_rank_that_cannot_join_names_its_own_error(monkeypatch):
     def work(group):
         models, passes = made(2, 0), passes_of(2, 2)
         names = [names for names, _ in passes]
-        Ranks(group).total(lambda gradients: run_passes(models, passes, gradients), models, names, False)
+        Ranks(group).total(lambda gradients: run_passes(models, passes, gradients), models, models, names, False)
 
     _, own = on_ranks(2, work, timeout=2)
     assert isinstance(own, RankLost) and str(own) == "rank 1 failed in training: MemoryError: no room"

@@ -1,0 +1,189 @@
+"""Runs with each zero_stage are the run without, to the bit where the order of sums allows. Threads are the ranks."""
+
+from threading import get_ident
+
+import numpy as np
+import pytest
+
+from cukit.models.decoder import Decoder
+from cukit.trainers import ranks as ranks_module
+from cukit.trainers.sharded_weights import ShardedWeights
+from cukit.trainers.state import POLICY
+
+from . import run_trainer
+from .threads import on_ranks
+
+
+@pytest.fixture
+def runs(monkeypatch, tmp_path):
+    """runs(ranks, method, …): what each rank's `at_end(trainer)` gives after a run of these options."""
+    groups, count = {}, iter(range(100))
+    for module in (ranks_module, run_trainer):
+        monkeypatch.setattr(module, "world", lambda: groups[get_ident()])
+
+    def started(ranks, method, at_end=None, resume=None, prepare=None, **options):
+        monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", str(ranks))
+        folder = tmp_path / str(next(count))
+
+        def rank(group):
+            groups[get_ident()] = group
+            trainer = run_trainer.make_trainer(method, **{"output_dir": str(folder)} | options)
+            if prepare is not None:
+                prepare(trainer)
+            trainer.train(resume)
+            return (at_end or weights_of)(trainer)
+
+        found = on_ranks(ranks, rank)
+        if errors := [one for one in found if isinstance(one, BaseException)]:
+            raise errors[0]
+        started.folder = folder
+        return found
+
+    return started
+
+
+def weights_of(trainer):
+    return {
+        f"{name} {part}": np.array(view, np.float64)
+        for name, one in trainer.models.items()
+        for part, view in one.model.trained_store.part_views().items()
+    }
+
+
+def assert_equal(found, truth, tolerance=0.0):
+    assert found.keys() == truth.keys()
+    for name, array in truth.items():
+        np.testing.assert_allclose(found[name], array, rtol=0, atol=tolerance * np.abs(array).max(), err_msg=name)
+
+
+ONE_PASS = dict(max_tokens_per_batch=4096)
+CASES = {
+    "one pass": ("sft", ONE_PASS | {"gradient_checkpointing": "none"}, 0.0),
+    "selective": ("sft", ONE_PASS | {"gradient_checkpointing": "selective"}, 0.0),
+    "full": ("sft", ONE_PASS | {"gradient_checkpointing": "full"}, 0.0),
+    "bfloat16": ("sft", ONE_PASS | {"dtype": "bfloat16", "gradient_checkpointing": "selective"}, 0.0),
+    "float16": ("sft", ONE_PASS | {"dtype": "float16"}, 0.0),
+    "passes": ("sft", {"max_tokens_per_batch": 16, "gradient_checkpointing": "full"}, 1e-11),
+    "lora": ("sft", {"use_peft": True, "lora_r": 4, "lora_alpha": 8, "max_tokens_per_batch": 16}, 1e-11),
+    "reward": ("reward", ONE_PASS | {"center_rewards_coefficient": 0.1}, 0.0),
+    "grpo": ("grpo", {"beta": 0.1, "top_entropy_quantile": 0.5, "num_iterations": 2, "sync_ref_model": True,
+                      "ref_model_sync_steps": 2, "max_tokens_per_batch": 48}, 1e-9),
+    "ppo": ("ppo", {"num_mini_batches": 2, "critic_warmup_steps": 1, "kl_coef": 0.1}, 1e-9),
+    "ppo shared": ("ppo", {"critic": "shared", "entropy_coef": 0.01}, 1e-9),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_stage_changes_nothing(case, runs):
+    method, options, tolerance = CASES[case]
+    size = {"sft": 3, "reward": 3, "grpo": 12, "ppo": 6}[method]
+    options = options | {"per_device_train_batch_size": size}
+    truth, other = runs(2, method, **options)
+    assert_equal(truth, other)
+    for stage in (1, 2, 3):
+        for found in runs(2, method, zero_stage=stage, **options):
+            assert_equal(found, truth, 0.0 if stage == 1 else tolerance)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_ranks_without_rows_take_part(stage, runs):
+    """Two rows for three ranks, and an odd number of passes."""
+    options = dict(per_device_train_batch_size=1, max_tokens_per_batch=8, max_steps=3)
+    options |= {"gradient_accumulation_steps": 1, "learning_rate": 1e-2}
+    truth = runs(3, "sft", **options)[0]
+    for found in runs(3, "sft", zero_stage=stage, **options):
+        assert_equal(found, truth, 1e-11)
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_an_update_that_is_not_finite_is_skipped(stage, runs):
+    def broken(trainer):
+        compute = trainer.compute_loss
+
+        def loss(rows):
+            found, extra = compute(rows)
+            return found * (np.nan if trainer.global_step == 1 and trainer.ranks.rank == 1 else 1.0), extra
+
+        trainer.compute_loss = loss
+
+    options = dict(per_device_train_batch_size=3, **ONE_PASS, max_steps=3, zero_stage=stage)
+    found = runs(2, "sft", lambda trainer: (weights_of(trainer), trainer.optimizer.skipped), prepare=broken, **options)
+    assert [skipped for _, skipped in found] == [1, 1]
+    assert_equal(found[0][0], found[1][0])
+    assert all(np.isfinite(array).all() for array in found[0][0].values())
+
+
+@pytest.mark.parametrize("before, after", [(3, 0), (1, 3), (2, 1), (3, 2)])
+def test_a_checkpoint_goes_on_at_another_stage_and_number_of_ranks(before, after, runs):
+    """bfloat16: what a checkpoint holds of weights and masters is exact."""
+    options = dict(dtype="bfloat16", **ONE_PASS, learning_rate=1e-3)
+    truth = runs(2, "sft", per_device_train_batch_size=3, **options)[0]
+    runs(2, "sft", per_device_train_batch_size=3, save_steps=1, max_steps=2, zero_stage=before, **options)
+    checkpoint = str(runs.folder / "checkpoint-1")
+    for found in runs(2, "sft", resume=checkpoint, per_device_train_batch_size=3, zero_stage=after, **options):
+        assert_equal(found, truth)
+    for found in runs(3, "sft", resume=checkpoint, per_device_train_batch_size=2, zero_stage=after, **options):
+        assert_equal(found, truth, 1e-2)
+
+
+def test_the_best_model_and_evaluations_are_of_whole_weights(runs):
+    options = dict(per_device_train_batch_size=3, eval_strategy="steps", eval_steps=1, load_best_model_at_end=True,
+                   dtype="float32", **ONE_PASS)  # fmt: skip
+    at_end = lambda trainer: (weights_of(trainer), trainer.evaluations)  # noqa: E731
+    (truth, evaluations), _ = runs(2, "sft", at_end, **options)
+    for found, own in runs(2, "sft", at_end, zero_stage=3, **options):
+        assert_equal(found, truth)
+        assert [metrics["eval/loss"] for _, metrics in own] == [metrics["eval/loss"] for _, metrics in evaluations]
+
+
+def test_few_layers_are_gathered_at_a_time_and_the_rest_has_no_memory(runs, monkeypatch):
+    """Within passes; in rollouts and at the end everything is there. A rank keeps its half and what is gathered."""
+    held, gather = [], ShardedWeights.gather
+
+    def noted(self, bucket):
+        gather(self, bucket)
+        held.append(len(self._held))
+        assert not self.is_whole
+        for one, (memory, _) in self._places.items():
+            assert not memory.resident and one.own.size * 2 == one.size
+
+    monkeypatch.setattr(ShardedWeights, "gather", noted)
+
+    def at_end(trainer):
+        weights = trainer.models[POLICY].weights
+        assert weights.is_whole and all(memory.resident for memory, _ in weights._places.values())
+        return len(weights._places)
+
+    passes = dict(per_device_train_batch_size=12, max_steps=2, zero_stage=3, **ONE_PASS)
+    assert runs(2, "grpo", at_end, **passes) == [3, 3]  # the embedding, which is the head, and two layers
+    assert max(held) == 2
+    assert len(held) == 2 * 2 * (2 + 2 + 2)  # ranks, steps; forward: embedding, layers, head; backward: layers
+
+
+def test_a_forward_pass_between_steps_is_refused_until_weights_are_whole(runs):
+    def at_end(trainer):
+        weights, model = trainer.models[POLICY].weights, trainer.model
+        weights.drop()
+        with pytest.raises(ValueError, match=r"zero_stage=3: this process holds a share .* trainer.whole_weights\(\)"):
+            trainer.evaluated(trainer.make_batch(0)[0])
+        trainer.whole_weights()
+        trainer.evaluated(trainer.make_batch(0)[0])
+        return isinstance(model, Decoder)
+
+    assert runs(2, "sft", at_end, per_device_train_batch_size=3, zero_stage=3) == [True] * 2
+
+
+def test_two_forward_passes_of_a_model_in_a_pass_are_refused(runs):
+    def twice(trainer):
+        compute = trainer.compute_loss
+        trainer.compute_loss = lambda rows: (compute(rows), compute(rows))[1]
+
+    with pytest.raises(ValueError, match="zero_stage=3 takes a model through its layers once in a pass of training"):
+        runs(2, "sft", prepare=twice, per_device_train_batch_size=3, zero_stage=3, **ONE_PASS)
+
+
+def test_one_process_keeps_everything_as_it_is(runs):
+    def at_end(trainer):
+        return trainer.models[POLICY].weights, trainer.model.around_layers, type(trainer.optimizer).__name__
+
+    assert runs(1, "sft", at_end, zero_stage=3) == [(None, None, "AdamW")]
