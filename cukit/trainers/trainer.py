@@ -179,8 +179,6 @@ class Trainer(Steps):
             trained = adapted(trained, *found)
         offloaded = self.args.offload_optimizer and policy.backend.name == "cuda"
         states: dict[str, Any] = {"moment_bytes": MOMENT_BYTES[self.args.optimizer_state], "offloaded": offloaded}
-        shared_by = self.args.num_processes if self.args.zero_stage else 1
-        states["gradient_bytes"] = 4 * shared_by  # the planner's ranks share gradients too; ZeRO-1's each hold all
         states["updated_in_backward"] = self.args.optimizer_in_bwd
         return plan_memory(
             [replace(use, **states) if use.trained else use for use in (trained, *more)],
@@ -188,7 +186,8 @@ class Trainer(Steps):
             self.model.backend,
             max_tokens_per_batch=most,
             gradient_checkpointing=self.args.gradient_checkpointing,
-            ranks=shared_by,
+            ranks=self.args.num_processes if self.args.zero_stage else 1,
+            zero_stage=self.args.zero_stage,
             memory_limit=self.args.memory.nbytes,
             **sizes,
         )

@@ -5,8 +5,10 @@ from threading import get_ident
 import numpy as np
 import pytest
 
+from cukit.engine.memory import plan_memory
 from cukit.models.decoder import Decoder
 from cukit.trainers import ranks as ranks_module
+from cukit.trainers import trainer as trainer_module
 from cukit.trainers.sharded_weights import ShardedWeights
 from cukit.trainers.state import POLICY
 
@@ -137,7 +139,7 @@ def test_the_best_model_and_evaluations_are_of_whole_weights(runs):
 
 
 def test_few_layers_are_gathered_at_a_time_and_the_rest_has_no_memory(runs, monkeypatch):
-    """Within passes; in rollouts and at the end everything is there. A rank keeps its half and what is gathered."""
+    """Within passes; at the end everything is there. A rank keeps its half and what is gathered."""
     held, gather = [], ShardedWeights.gather
 
     def noted(self, bucket):
@@ -154,8 +156,8 @@ def test_few_layers_are_gathered_at_a_time_and_the_rest_has_no_memory(runs, monk
         assert weights.is_whole and all(memory.resident for memory, _ in weights._places.values())
         return len(weights._places)
 
-    passes = dict(per_device_train_batch_size=12, max_steps=2, zero_stage=3, **ONE_PASS)
-    assert runs(2, "grpo", at_end, **passes) == [3, 3]  # the embedding, which is the head, and two layers
+    passes = dict(per_device_train_batch_size=3, max_steps=2, zero_stage=3, **ONE_PASS)
+    assert runs(2, "sft", at_end, **passes) == [3, 3]  # the embedding, which is the head, and two layers
     assert max(held) == 2
     assert len(held) == 2 * 2 * (2 + 2 + 2)  # ranks, steps; forward: embedding, layers, head; backward: layers
 
@@ -187,3 +189,18 @@ def test_one_process_keeps_everything_as_it_is(runs):
         return trainer.models[POLICY].weights, trainer.model.around_layers, type(trainer.optimizer).__name__
 
     assert runs(1, "sft", at_end, zero_stage=3) == [(None, None, "AdamW")]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_the_plan_knows(stage, monkeypatch):
+    seen = {}
+
+    def planned(uses, *given, **sizes):
+        seen.update(sizes)
+        return plan_memory(uses, *given, **sizes)
+
+    monkeypatch.setattr(trainer_module, "plan_memory", planned)
+    trainer = run_trainer.make_trainer("sft", zero_stage=stage)
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    trainer.plan_memory()
+    assert (seen["ranks"], seen["zero_stage"]) == (1 if stage == 0 else 2, stage)
