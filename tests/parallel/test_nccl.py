@@ -192,7 +192,7 @@ def test_every_call_is_after_the_work_before_it_and_before_what_follows(library)
 
 
 def test_what_runs_beside_waits_for_what_was_told_and_is_waited_for_at_join(library):
-    """Sums and arithmetic are on a stream of their own: it waits for the computing one, which waits for it at join()."""
+    """Sums and arithmetic have a stream of their own: it waits for the computing one, which waits for it at join()."""
 
     def work(group):
         link, main = group._link, current_stream()
@@ -214,7 +214,7 @@ def test_what_runs_beside_waits_for_what_was_told_and_is_waited_for_at_join(libr
 
 
 def test_gradients_are_summed_beside_the_backward_pass(library):
-    """No sum holds the computing stream up but in stage 2, where a bucket's gradients live until their sum is joined."""
+    """No sum holds the computing stream up but in stage 2, where gradients live until their sum is joined."""
 
     for stage in (0, 1, 2):
 
