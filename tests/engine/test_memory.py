@@ -59,11 +59,11 @@ def test_stages_of_zero_share_gradients_and_weights_out(micro_batches):
     others = 2 * weights - 2 * weights // 4
     assert bytes_of(plans[2], "policy: weights in") == whole - others
     coming = 2 * (vocabulary + 2 * layer)
-    less = plans[1].phase_bytes("training") - plans[2].phase_bytes("training")
-    assert less == pytest.approx(others - coming * (1 + memory.POOL_WASTE))
     assert whole - bytes_of(plans[2], "other processes hold") == bytes_of(plans[2], "policy: weights in")
-    gaps = [bytes_of(plan, "gaps in the pool") for plan in plans]
-    assert gaps[2] - gaps[1] == pytest.approx(memory.POOL_WASTE * coming, rel=1e-6)  # whole weights leave no gaps
+    # a quarter of what comes and goes bounds the gap of a chunk of logits; whole weights leave no gaps in the pool
+    waste = (memory.POOL_WASTE + 0.25) * coming
+    assert plans[1].phase_bytes("training") - plans[2].phase_bytes("training") == pytest.approx(others - coming - waste)
+    assert bytes_of(plans[2], "gaps in the pool") - bytes_of(plans[1], "gaps in the pool") == pytest.approx(waste)
     assert planned(zero_stage=3).items == planned().items  # of one process
     adapter = ModelUse("policy", SHAPE, "bfloat16", True, adapter_parameters=10**6)
     assert bytes_of(planned(uses=[adapter], zero_stage=3, **few), "other processes") == 0
