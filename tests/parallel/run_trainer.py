@@ -133,6 +133,15 @@ class Recorder:
             raise OSError("the disk of this rank is broken")
         elif self.does == "term":
             os.kill(os.getpid(), signal.SIGTERM)
+        elif self.does == "pass":  # in its second pass, while the others sum gradients
+            compute, passes = self.trainer.compute_loss, iter((False, True))
+
+            def failing(rows):
+                if next(passes):
+                    raise OSError("this rank cannot compute")
+                return compute(rows)
+
+            self.trainer.compute_loss = failing
         elif self.does == "linger":
             time.sleep(60)
         elif self.does == "reward":
