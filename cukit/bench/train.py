@@ -23,7 +23,8 @@ from ..trainers.gradient_sums import GradientSums
 from ..trainers.in_backward import UpdateInBackward
 from ..trainers.loss import backward, first_gradient
 from ..trainers.ranks import Ranks
-from ..trainers.state import POLICY, TrainedModel
+from ..trainers.sharded_weights import ShardedWeights
+from ..trainers.state import POLICY, TrainedModel, share_weights
 from ..trainers.zero import ShardedAdamW
 from . import TrainBench
 from .levels import level_for
@@ -93,6 +94,7 @@ def run(options: TrainBench) -> dict:
     if options.parallel.zero_stage and ranks.size > 1:
         group, stage = ranks.group, options.parallel.zero_stage
         kind = partial(ShardedAdamW, group=group.on(subject.backend), host=group, stage=stage)
+    weights = share_weights(model, options.parallel.zero_stage, ranks)
     optimizer = kind(model.trained_store, LEARNING_RATE, state_form=states.optimizer_state, offload=offload)
     tokens = options.max_tokens_per_batch or step.tokens
     given = options.gradient_checkpointing
@@ -103,7 +105,7 @@ def run(options: TrainBench) -> dict:
             _row(
                 "forward, backward, AdamW",
                 level,
-                lambda: _train(model, optimizer, step, states.optimizer_in_bwd, ranks, options.parallel),
+                lambda: _train(model, optimizer, step, states.optimizer_in_bwd, ranks, options.parallel, weights),
                 subject,
                 step,
                 options,
@@ -164,6 +166,7 @@ def _train(
     in_backward: bool = False,
     ranks: Ranks | None = None,
     parallel: ParallelOptions | None = None,
+    weights: ShardedWeights | None = None,
 ) -> None:
     def mean(logprobs, entropy, part):
         return logprobs.sum() * (-1 / step.completion_tokens), None
@@ -181,7 +184,7 @@ def _train(
                 gradients.end_pass()
         return {}, True
 
-    models = {POLICY: TrainedModel(POLICY, model, optimizer)}
+    models = {POLICY: TrainedModel(POLICY, model, optimizer, weights=weights)}
     fast = parallel is not None and parallel.fast_reduction
     (ranks or Ranks(Group())).total(passes, models, models, [(POLICY,)] * len(step.micro_batches), fast)
     if update is None:

@@ -125,7 +125,7 @@ def test_sigusr1_at_mpirun_stops_all_in_order(tmp_path):
 def test_benchmarks_report_once(tmp_path):
     """bench train and bench grpo count the tokens of all processes."""
     for name, sizes, key in (
-        ("train", ("--rows", "2", "--tokens_per_row", "16", "--completion", "8", "--zero_stage", "1"), "tokens"),
+        ("train", ("--rows", "2", "--tokens_per_row", "16", "--completion", "8", "--zero_stage", "3"), "tokens"),
         ("grpo", ("--prompts", "2", "--num_generations", "2", "--prompt_length", "4", "--max_completion_length", "4"),
          "samples"),
     ):  # fmt: skip

@@ -13,7 +13,7 @@ from cukit.trainers.sharded_weights import ShardedWeights
 from cukit.trainers.state import POLICY
 
 from . import run_trainer
-from .threads import on_ranks
+from .threads import ThreadGroup, on_ranks
 
 
 @pytest.fixture
@@ -140,7 +140,7 @@ def test_the_best_model_and_evaluations_are_of_whole_weights(runs):
 
 def test_few_layers_are_gathered_at_a_time_and_the_rest_has_no_memory(runs, monkeypatch):
     """Within passes; at the end everything is there. A rank keeps its half and what is gathered."""
-    held, gather = [], ShardedWeights.gather
+    held, gather, weights_sent, all_gather = [], ShardedWeights.gather, [], ThreadGroup.all_gather
 
     def noted(self, bucket):
         gather(self, bucket)
@@ -149,7 +149,12 @@ def test_few_layers_are_gathered_at_a_time_and_the_rest_has_no_memory(runs, monk
         for one, (memory, _) in self._places.items():
             assert not memory.resident and one.own.size * 2 == one.size
 
+    def counted(self, array, borders=None, what="all_gather"):
+        all_gather(self, array, borders, what)
+        weights_sent.append(what == "weights")
+
     monkeypatch.setattr(ShardedWeights, "gather", noted)
+    monkeypatch.setattr(ThreadGroup, "all_gather", counted)
 
     def at_end(trainer):
         weights = trainer.models[POLICY].weights
@@ -160,6 +165,8 @@ def test_few_layers_are_gathered_at_a_time_and_the_rest_has_no_memory(runs, monk
     assert runs(2, "sft", at_end, **passes) == [3, 3]  # the embedding, which is the head, and two layers
     assert max(held) == 2
     assert len(held) == 2 * 2 * (2 + 2 + 2)  # ranks, steps; forward: embedding, layers, head; backward: layers
+    # beside these: norms' weights after each update, and the whole once, for the checkpoint and the run's end
+    assert sum(weights_sent) == len(held) + 2 * 2 * 3 + 2 * 3
 
 
 def test_a_forward_pass_between_steps_is_refused_until_weights_are_whole(runs):
