@@ -53,8 +53,12 @@ class Group:
         """
         return nullcontext()
 
-    def join(self) -> None:
-        """What the device is told from now on comes after all that was begun beside()."""
+    def moment(self) -> Any:
+        """After all that was begun beside() so far; for join()."""
+        return None
+
+    def join(self, moment: Any = None) -> None:
+        """What the device is told from now on comes after what was begun beside() before that moment; default: now."""
 
     def on(self, backend: Any) -> Group:
         """The group of the same ranks for a backend's arrays."""

@@ -42,8 +42,11 @@ class NCCLGroup(RankedGroup):
     def beside(self) -> AbstractContextManager[None]:
         return self._link.beside()
 
-    def join(self) -> None:
-        self._link.join()
+    def moment(self) -> Any:
+        return self._link.moment()
+
+    def join(self, moment: Any = None) -> None:
+        self._link.join(self._link.moment() if moment is None else moment)
 
     def barrier(self, what: str = "barrier") -> None:
         self._host.barrier(what)

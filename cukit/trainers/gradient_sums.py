@@ -89,9 +89,11 @@ class GradientSums:
         self._weights: dict[str, ShardedWeights] = {
             name: one.weights for name, one in models.items() if one.weights is not None
         }
-        self._in_flight: Any = None  # gradients that a sum reads and that are wanted no more
+        self._in_flight: tuple | None = None  # gradients that are wanted no more, and when their sum is over
         names = [name for name in models if name in self._stores or name in self._weights]
         served = [tuple(name for name in names if name in set(given)) for given in passes]
+        self._buckets = {name: _trained_buckets(store) for name, store in self._stores.items()}
+        self._left_at = {name: self._complete(name) for name in self._stores if name in self._weights}
         self._pass = 0
         self._rounds, rounds = _last_passes(served, names) if self._stage < 2 else _all_passes(served, names, group)
         self._wanted: set = set()  # weights that this rank's pass asks for
@@ -114,49 +116,36 @@ class GradientSums:
             if name not in self._stores:
                 continue
             layers = self._weights[name].layers if name in self._weights else []
-            rest = self._buckets(name)
+            rest = list(self._buckets[name])
             for place in reversed(range(len(layers))):
                 key = one, name, BACKWARD, place
                 yield key, partial(self._gather, name, layers[place], key)
-                for bucket in self._complete_at(name, place):
+                for bucket in self._left_at[name][place]:
                     rest.remove(bucket)
                     yield (one, bucket), partial(self._sum, name, bucket)
             for bucket in rest:
                 yield (one, bucket), partial(self._sum, name, bucket)
 
-    def _complete_at(self, name: str, place: int) -> list[Bucket]:
-        """What the backward pass has left when it comes to a layer, and had not when it came to the one before: that
-        one's buckets, for the first layer those after all layers.
+    def _complete(self, name: str) -> list[list[Bucket]]:
+        """For each layer what the backward pass has left when it comes to it, and had not when it came to the one
+        before: that one's buckets, for the first of the backward pass those after all layers.
         """
-        before = f"layers.{place + 1}" if place + 1 < len(self._weights[name].layers) else None
-        return [
-            bucket
-            for bucket in self._buckets(name)
-            if (bucket.layer == before if before else not bucket.layer.startswith(("layers.", "embed_tokens")))
-        ]
-
-    def _buckets(self, name: str) -> list[Bucket]:
-        """What is trained of a model, in the order in which a backward pass leaves it."""
-        buckets = reversed(self._stores[name].buckets)
-        return [bucket for bucket in buckets if any(slot.parameter.requires_grad for slot in bucket.slots)]
+        layers, buckets = self._weights[name].layers, self._buckets[name]
+        ends = [bucket for bucket in buckets if not bucket.layer.startswith(("layers.", "embed_tokens"))]
+        return [*([one for one in buckets if one.layer == layer.layer] for layer in layers[1:]), ends]
 
     # ---- a pass ----
 
     @contextmanager
     def summing(self) -> Iterator[None]:
         """Around the backward pass of the pass that comes next."""
-        layers: dict[tuple[Round, str, str], list[Parameter]] = {}
+        layers: dict[tuple, list[Parameter]] = {}
         for one in self._rounds[self._pass]:
             for name in one[0]:
-                for bucket in self._buckets(name) if name not in self._weights else ():
-                    trained = [slot.parameter for slot in bucket.slots if slot.parameter.requires_grad]
-                    layers.setdefault((one, name, bucket.layer), []).extend(trained)
-        with Leaving(layers, self._left).telling():
+                if name in self._stores and name not in self._weights:
+                    layers |= _by_layer(one, self._buckets[name])
+        with Leaving(layers, self._calls.due).telling():
             yield
-
-    def _left(self, layer: tuple[Round, str, str]) -> None:
-        one, name, layer_name = layer
-        self._calls.due((one, bucket) for bucket in self._buckets(name) if bucket.layer == layer_name)
 
     def _need(self, name: str, direction: str, place: int) -> None:
         """This rank's pass needs weights: those of `place` now, and the next ones soon. In the backward pass it has
@@ -169,14 +158,14 @@ class GradientSums:
         keys: list = [(one, name, direction, at) for at in (place, following) if 0 <= at < len(order)]
         self._wanted.update(keys)
         if direction == BACKWARD:
-            keys += [(one, bucket) for bucket in self._complete_at(name, place)]
+            keys += [(one, bucket) for bucket in self._left_at[name][place]]
         self._calls.due(keys)
         if not weights.holds(order[place]):
             raise ValueError(
                 f"zero_stage=3 takes a model through its layers once in a pass of training, and this one does so again "
                 f"({name}, {direction} {place}); take zero_stage=2"
             )
-        self.join()
+        weights.use(order[place])
 
     def _gather(self, name: str, bucket: Bucket, key: Any) -> None:
         self._weights[name].gather(bucket)
@@ -201,8 +190,7 @@ class GradientSums:
         group = self._groups[name]
         self._reached[name].update(slot.parameter for slot in bucket.slots if slot.parameter.grad is not None)
         gradient = bucket.grad_buffer()
-        if self._stage >= 2:
-            self.join()  # the sum before this one: its gradients go
+        self._drop_in_flight()
         with group.beside():
             if self._stage == 0:
                 group.all_reduce(gradient, "gradients", self._fast)
@@ -213,8 +201,15 @@ class GradientSums:
             elif self._stage >= 2:
                 bucket.share += share
         if self._stage >= 2:
-            self._in_flight = gradient
+            self._in_flight = gradient, group, group.moment()
             bucket.free_buffer()
+
+    def _drop_in_flight(self) -> None:
+        """The gradients that the last sum has read: what takes their memory comes after it."""
+        if self._in_flight is not None:
+            _, group, moment = self._in_flight
+            group.join(moment)
+            self._in_flight = None
 
     # ---- all passes are over ----
 
@@ -250,6 +245,24 @@ class GradientSums:
         for group in self._groups.values():
             group.join()
         self._in_flight = None
+
+
+def _trained_buckets(store: Store) -> list[Bucket]:
+    """In the order in which a backward pass leaves them."""
+    return [bucket for bucket in reversed(store.buckets) if any(slot.parameter.requires_grad for slot in bucket.slots)]
+
+
+def _by_layer(one: Round, buckets: list[Bucket]) -> dict[tuple, list[Parameter]]:
+    """Keys of the sums of a layer -> what is trained of it."""
+    layers: dict[str, list[Bucket]] = {}
+    for bucket in buckets:
+        layers.setdefault(bucket.layer, []).append(bucket)
+    return {
+        tuple((one, bucket) for bucket in found): [
+            slot.parameter for bucket in found for slot in bucket.slots if slot.parameter.requires_grad
+        ]
+        for found in layers.values()
+    }
 
 
 def _last_passes(served: Sequence[Names], models: list[str]) -> tuple[list[list[Round]], list[Round]]:

@@ -32,7 +32,7 @@ class ShardedWeights:
         head = [model.lm_head.weight.slot.bucket] if model.config.head == "lm_head" else []
         self.layers = [matrices[f"layers.{index}"] for index in range(len(model.layers))]
         self.order = [matrices["embed_tokens"], *self.layers, *head]
-        self._held: set[Bucket] = set()  # gathered for a pass
+        self._held: dict[Bucket, Any] = {}  # gathered for a pass, and the moment after that
         self._places: dict[Bucket, tuple[Any, list]] = {}  # the memory of the whole, and the parameters' views of it
         for bucket in matrices.values():
             memory = bucket.backend.Reservation(bucket.data.nbytes)
@@ -69,19 +69,23 @@ class ShardedWeights:
     def holds(self, bucket: Bucket) -> bool:
         return bucket in self._held
 
+    def use(self, bucket: Bucket) -> None:
+        """What the device is told from now on comes after the gathering of this bucket."""
+        self._group.join(self._held[bucket])
+
     def gather(self, bucket: Bucket) -> None:
-        """Whole weights of a bucket in memory of their own, once the group's join() was called."""
+        """Whole weights of a bucket in memory of their own, for use()."""
         with self._group.beside():
             flat = bucket.backend.empty((bucket.size,), bucket.dtype)
             flat[self._part(bucket)] = bucket.own
             self._group.all_gather(flat, what="weights")
         _bind(bucket, [slot.view(flat) for slot in bucket.slots])
-        self._held.add(bucket)
+        self._held[bucket] = self._group.moment()
 
     def release(self, *buckets: Bucket) -> None:
         """Drop these, where they are gathered."""
-        for bucket in self._held.intersection(buckets):
-            self._held.remove(bucket)
+        for bucket in self._held.keys() & set(buckets):
+            del self._held[bucket]
             _bind(bucket, self._places[bucket][1])
 
     def release_all(self) -> None:

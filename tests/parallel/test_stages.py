@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from cukit.engine.memory import plan_memory
-from cukit.models.decoder import Decoder
+from cukit.models.weights import load_model
 from cukit.trainers import ranks as ranks_module
 from cukit.trainers import trainer as trainer_module
 from cukit.trainers.sharded_weights import ShardedWeights
@@ -161,25 +161,32 @@ def test_few_layers_are_gathered_at_a_time_and_the_rest_has_no_memory(runs, monk
         assert weights.is_whole and all(memory.resident for memory, _ in weights._places.values())
         return len(weights._places)
 
+    monkeypatch.setitem(run_trainer.SMALL, "num_hidden_layers", 4)
     passes = dict(per_device_train_batch_size=3, max_steps=2, zero_stage=3, **ONE_PASS)
-    assert runs(2, "sft", at_end, **passes) == [3, 3]  # the embedding, which is the head, and two layers
+    assert runs(2, "sft", at_end, **passes) == [5, 5]  # the embedding, which is the head, and four layers
     assert max(held) == 2
-    assert len(held) == 2 * 2 * (2 + 2 + 2)  # ranks, steps; forward: embedding, layers, head; backward: layers
+    assert len(held) == 2 * 2 * (2 + 4 + 4)  # ranks, steps; forward: embedding, layers, head; backward: layers
     # beside these: norms' weights after each update, and the whole once, for the checkpoint and the run's end
-    assert sum(weights_sent) == len(held) + 2 * 2 * 3 + 2 * 3
+    assert sum(weights_sent) == len(held) + 2 * 2 * 5 + 2 * 5
 
 
-def test_a_forward_pass_between_steps_is_refused_until_weights_are_whole(runs):
+def test_between_steps_weights_are_whole_on_demand_alone(runs, tmp_path):
     def at_end(trainer):
-        weights, model = trainer.models[POLICY].weights, trainer.model
+        weights = trainer.models[POLICY].weights
         weights.drop()
         with pytest.raises(ValueError, match=r"zero_stage=3: this process holds a share .* trainer.whole_weights\(\)"):
             trainer.evaluated(trainer.make_batch(0)[0])
         trainer.whole_weights()
         trainer.evaluated(trainer.make_batch(0)[0])
-        return isinstance(model, Decoder)
+        truth = weights_of(trainer)
+        weights.drop()
+        trainer.save_model(tmp_path / "saved")
+        trainer.ranks.barrier("saved")
+        loaded = load_model(tmp_path / "saved", "cpu", "float32").parts()
+        return all(np.array_equal(truth[f"policy {name}"], view) for name, view in loaded.items())
 
-    assert runs(2, "sft", at_end, per_device_train_batch_size=3, zero_stage=3) == [True] * 2
+    options = dict(per_device_train_batch_size=3, zero_stage=3, dtype="float32")
+    assert runs(2, "sft", at_end, **options) == [True] * 2
 
 
 def test_two_forward_passes_of_a_model_in_a_pass_are_refused(runs):

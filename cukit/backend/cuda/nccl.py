@@ -48,9 +48,14 @@ class Communicator:
         with self._side:
             yield
 
-    def join(self) -> None:
-        """What the device is told from now on comes after all that was begun beside()."""
-        cp.cuda.get_current_stream().wait_event(self._side.record())
+    def moment(self):
+        """After all that was begun beside() so far."""
+        return self._side.record()
+
+    @staticmethod
+    def join(moment) -> None:
+        """What the device is told from now on comes after that moment."""
+        cp.cuda.get_current_stream().wait_event(moment)
 
     def swap(self, outgoing: list, incoming: list) -> None:
         """Send outgoing[r] to rank r and receive incoming[r] from it; entries of this rank are left alone."""
