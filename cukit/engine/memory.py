@@ -189,10 +189,9 @@ def plan_at_level(
 
     max_tokens_per_batch: of a training forward pass. micro_batches: passes an update; with one, gradients appear only
     as activations go. longest_sequence: of the run's sequences, prompt and completion together. packed_tokens: of a
-    generation batch that stays on the device. ranks: processes among which optimizer states are divided; from
-    zero_stage 2 on gradients are too, from 3 on weights while training runs.
-    total_bytes, free_bytes: of the device, asked of the backend by default; free is what is not taken yet.
-    memory_limit: bytes that this process may take in all; by default the backend's.
+    generation batch that stays on the device. ranks: processes that share optimizer states out, from zero_stage 2 on
+    gradients, from 3 on weights in training. total_bytes, free_bytes: of the device, asked of the backend by default;
+    free is what is not taken yet. memory_limit: bytes that this process may take in all; by default the backend's.
 
     The cache holds max_num_seqs sequences of max_model_len, or what is left. gpu_memory_utilization is the share of the
     device's whole memory that this process may take for everything (vLLM's meaning); on a CPU the share of the free

@@ -92,6 +92,7 @@ class Run:
     def _begin(self, source: Path | None, goes_on: bool) -> None:
         """Optimizers, the state of a checkpoint, config.yaml, the logs."""
         trainer = self.trainer
+        trainer.whole_weights()  # an error may have ended the run before this one
         for trained in trainer.models.values():
             trained.optimizer = make_optimizer(trained.model, trainer.args, self.ranks)
         trainer.evaluation_due = trainer.args.eval_on_start
@@ -283,7 +284,6 @@ class Run:
         """The final model, the last or the best one, stands at the top of the run folder; the trainer holds it too."""
         self.ranks.barrier("saving")  # the first rank may still be writing what the others read here
         trainer, best = self.trainer, self._best_step
-        trainer.whole_weights()
         source = checkpoint.checkpoint_folder(self.folder, trainer.global_step)
         if best is not None:
             kept = checkpoint.checkpoint_folder(self.folder, best)
@@ -326,7 +326,7 @@ class Run:
         trainer.whole_weights()
         arrays, values = trainer.method_state()
         if self.ranks.is_first or self._sharded:
-            arrays = state_arrays(trainer.models, arrays)  # with ZeRO-1 it is gathered from all ranks
+            arrays = state_arrays(trainer.models, arrays)  # with ZeRO it is gathered from all ranks
         if problem := write() if alone else self.ranks.first(write, "saving"):
             raise problem
         self.saved_step, self._unsaved = trainer.global_step, False

@@ -7,8 +7,10 @@ import pytest
 
 from cukit.engine.memory import plan_memory
 from cukit.models.weights import load_model
+from cukit.parallel.group import RankLost
 from cukit.trainers import ranks as ranks_module
 from cukit.trainers import trainer as trainer_module
+from cukit.trainers.gradient_sums import GradientSums
 from cukit.trainers.sharded_weights import ShardedWeights
 from cukit.trainers.state import POLICY
 
@@ -88,13 +90,21 @@ def test_a_stage_changes_nothing(case, runs):
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_ranks_without_rows_take_part(stage, runs):
-    """Two rows for three ranks, and an odd number of passes."""
-    options = dict(per_device_train_batch_size=1, max_tokens_per_batch=8, max_steps=3)
+def test_ranks_without_rows_take_part(stage, runs, monkeypatch):
+    """One or two rows for three ranks. What they gather for the others goes at once."""
+    held, gather = [], ShardedWeights.gather
+
+    def noted(self, bucket):
+        gather(self, bucket)
+        held.append(len(self._held))
+
+    monkeypatch.setattr(ShardedWeights, "gather", noted)
+    options = dict(per_device_train_batch_size=1, max_tokens_per_batch=8, max_steps=5)  # 14 rows: the fifth has two
     options |= {"gradient_accumulation_steps": 1, "learning_rate": 1e-2}
     truth = runs(3, "sft", **options)[0]
     for found in runs(3, "sft", zero_stage=stage, **options):
         assert_equal(found, truth, 1e-11)
+    assert max(held, default=2) == 2
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
@@ -198,11 +208,55 @@ def test_two_forward_passes_of_a_model_in_a_pass_are_refused(runs):
         runs(2, "sft", prepare=twice, per_device_train_batch_size=3, zero_stage=3, **ONE_PASS)
 
 
+def test_a_run_that_an_error_ended_can_be_resumed_by_the_same_trainer(runs, tmp_path):
+    """Its weights may be shared out then."""
+
+    def breaks(trainer):
+        compute = trainer.compute_loss
+
+        def failing(rows):
+            if trainer.global_step == 2:
+                raise OSError("in the middle")
+            return compute(rows)
+
+        trainer.compute_loss = failing
+        with pytest.raises((OSError, RankLost)):
+            trainer.train()
+        assert not trainer.models[POLICY].weights.is_whole
+        trainer.compute_loss = compute
+
+    options = dict(per_device_train_batch_size=3, dtype="bfloat16", max_steps=4, save_steps=1, **ONE_PASS)
+    truth, _ = runs(2, "sft", **options)
+    folder = str(tmp_path / "broken")
+    options |= {"output_dir": folder, "zero_stage": 3}
+    for found in runs(2, "sft", resume="latest", prepare=breaks, **options):
+        assert_equal(found, truth)
+
+
 def test_one_process_keeps_everything_as_it_is(runs):
     def at_end(trainer):
         return trainer.models[POLICY].weights, trainer.model.around_layers, type(trainer.optimizer).__name__
 
     assert runs(1, "sft", at_end, zero_stage=3) == [(None, None, "AdamW")]
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_what_does_not_learn_is_not_summed(stage, runs, monkeypatch):
+    """In a critic's warm-up the policy's weights come for the forward pass alone."""
+    summed, gathered, total, gather = set(), [], GradientSums._sum, ShardedWeights.gather
+    monkeypatch.setattr(GradientSums, "_sum", lambda self, name, bucket: (summed.add(name), total(self, name, bucket)))
+    monkeypatch.setattr(ShardedWeights, "gather", lambda self, one: (gathered.append(self), gather(self, one)))
+    options = dict(per_device_train_batch_size=6, critic_warmup_steps=2, max_steps=1, zero_stage=stage, **ONE_PASS)
+    found = runs(2, "ppo", lambda trainer: [one.weights for one in trainer.models.values()], **options)
+    assert summed == {"critic"}
+    if stage == 3:
+        (policy, critic), _ = found
+        assert (gathered.count(policy), gathered.count(critic)) == (4, 3 + 2)
+
+
+def test_the_base_of_an_adapter_stays_whole(runs):
+    options = dict(zero_stage=3, per_device_train_batch_size=3, use_peft=True, max_steps=1)
+    assert runs(2, "sft", lambda trainer: trainer.models[POLICY].weights, **options) == [None, None]
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
