@@ -177,7 +177,8 @@ def test_options_reach_the_sum_of_gradients_and_the_optimizer(options, monkeypat
     """fast_reduction: the library's own sum, once a bucket. zero_stage: a rank holds the states of its half alone."""
     groups, added, updated = {}, [], []
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
-    monkeypatch.setattr(ranks_module, "world", lambda: groups[get_ident()])
+    for module in (ranks_module, run_trainer):
+        monkeypatch.setattr(module, "world", lambda: groups[get_ident()])
     add_up, step = ThreadGroup._add_up, AdamW.step
     monkeypatch.setattr(
         ThreadGroup, "_add_up", lambda self, array, what: added.append(what) or add_up(self, array, what)
