@@ -77,7 +77,10 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CASES)
+SLOW = ("grpo", "ppo shared")
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.slow] * (case in SLOW)) for case in CASES])
 def test_a_stage_changes_nothing(case, runs):
     method, options, tolerance = CASES[case]
     size = {"sft": 3, "reward": 3, "grpo": 12, "ppo": 6}[method]
