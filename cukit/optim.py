@@ -207,7 +207,7 @@ class AdamW:
         changes, counters included: (0.0, False). A norm that is not finite changes no weight: the update is counted in
         `skipped`, and float16 halves its loss scale.
         """
-        if all(parameter.grad is None for parameter in self.parameters):
+        if not any(parameter.slot.has_gradient for parameter in self.parameters):
             return 0.0, False
         norm = self._grad_norm()
         finite = math.isfinite(norm)
@@ -331,7 +331,8 @@ class AdamW:
         foreign = [name for name in foreign if name != COUNTERS]
         if missing or foreign:
             raise ValueError(
-                f"optimizer state does not fit this model: missing {missing[:3]}, unexpected {foreign[:3]}"
+                f"optimizer state does not fit this model: missing {missing[:3]}, unexpected {foreign[:3]}; "
+                "resume with the model, dtype and use_peft of the run that saved it"
             )
         groups: dict[tuple[Bucket, str], list] = {}
         for name, (slot, rows, kind) in own.items():

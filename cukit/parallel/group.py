@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from .mailbox import Mailbox
@@ -47,6 +48,19 @@ class Group:
     def gather_values(self, value: Any, what: str = "gather_values") -> list:
         """The value of each rank, in their order: any small Python value."""
         return [value]
+
+    def beside(self) -> AbstractContextManager[None]:
+        """Collectives inside, and what is computed there, come after what the device was told before; what it is told
+        later does not wait for them. Their arrays must live until join().
+        """
+        return nullcontext()
+
+    def moment(self) -> Any:
+        """After all that was begun beside() so far; for join()."""
+        return None
+
+    def join(self, moment: Any = None) -> None:
+        """What the device is told from now on comes after what was begun beside() before that moment; default: now."""
 
     def on(self, backend: Any) -> Group:
         """The group of the same ranks for a backend's arrays."""

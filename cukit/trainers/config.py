@@ -127,6 +127,8 @@ class TrainerConfig(Options):
 
     @classmethod
     def merged(cls, earlier: dict[str, Any], later: dict[str, Any]) -> dict[str, Any]:
+        if later.get("use_peft") is False:  # what was said of the adapter goes with it
+            earlier = {name: value for name, value in earlier.items() if name not in LoraOptions.options()}
         found = super().merged(earlier, later)
         if later.get("eval_strategy") == "steps" and "eval_steps" in earlier:  # these two belong together
             found.setdefault("eval_steps", earlier["eval_steps"])
@@ -156,7 +158,8 @@ class TrainerConfig(Options):
         require(self.max_steps != 0, "max_steps must be -1 (off) or at least 1, got 0")
         require(
             not self.zero_stage or self.optimizer_state != "int8",
-            "optimizer_state=int8 has blocks that zero_stage=1 would cut; give optimizer_state=bfloat16",
+            f"optimizer_state=int8 has blocks that zero_stage={self.zero_stage} would cut; give "
+            "optimizer_state=bfloat16",
         )
         require(
             self.num_processes == 1 or not self.optimizer_in_bwd,

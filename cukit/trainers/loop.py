@@ -92,6 +92,7 @@ class Run:
     def _begin(self, source: Path | None, goes_on: bool) -> None:
         """Optimizers, the state of a checkpoint, config.yaml, the logs."""
         trainer = self.trainer
+        trainer.whole_weights()  # an error may have ended the run before this one
         for trained in trainer.models.values():
             trained.optimizer = make_optimizer(trained.model, trainer.args, self.ranks)
         trainer.evaluation_due = trainer.args.eval_on_start
@@ -322,9 +323,10 @@ class Run:
         def write():
             return self._write_checkpoint(folder, arrays, values) if self.ranks.is_first else None
 
+        trainer.whole_weights()
         arrays, values = trainer.method_state()
         if self.ranks.is_first or self._sharded:
-            arrays = state_arrays(trainer.models, arrays)  # with ZeRO-1 it is gathered from all ranks
+            arrays = state_arrays(trainer.models, arrays)  # with ZeRO it is gathered from all ranks
         if problem := write() if alone else self.ranks.first(write, "saving"):
             raise problem
         self.saved_step, self._unsaved = trainer.global_step, False

@@ -183,6 +183,7 @@ class PolicyTrainer(Trainer):
         place = step % self.updates_a_generation
         if place == 0:
             self.generation.balance = {}
+            self.whole_weights()
             self._batch, metrics = self.generation.batch(step // self.updates_a_generation)
             metrics |= self.generation.balance
         assert self._batch is not None

@@ -138,6 +138,15 @@ class Recorder:
             trainer, go_on, early = self.trainer, self.trainer.raise_if_stopped, iter(range(6))
             self.does = self.does.split()[0]
             trainer.raise_if_stopped = lambda: (go_on(), next(early, None) is None and self.act())
+        elif self.does == "pass":  # in its second pass, while the others sum gradients
+            compute, passes = self.trainer.compute_loss, iter((False, True))
+
+            def failing(rows):
+                if next(passes):
+                    raise OSError("this rank cannot compute")
+                return compute(rows)
+
+            self.trainer.compute_loss = failing
         elif self.does == "linger":
             time.sleep(60)
         elif self.does == "reward":

@@ -97,6 +97,18 @@ def test_a_stop_in_a_rollout_whose_groups_move_stops_all_in_order(tmp_path):
     assert "stopped at step 2 of 6" in output
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_rank_that_fails_within_its_passes_is_quoted(stage, tmp_path):
+    """The others are at their sums of gradients, and in stage 3 at gathers of weights too."""
+    case = dict(does="pass", zero_stage=stage, max_tokens_per_batch=2)  # a pass a row
+    output, seconds = lost(2, tmp_path, **case)
+    assert "RankLost: rank 1 failed in training: OSError: this rank cannot compute" in output, output
+    assert "OSError: this rank cannot compute" in output
+    assert seconds < 30
+    saved = latest_checkpoint(tmp_path / "run" / "run")
+    assert saved is not None and saved.name == "checkpoint-3"  # the third batch has a row for each rank
+
+
 def test_an_error_in_a_reward_ends_all_ranks_and_saves(tmp_path):
     """One that the ranks agree on: the finished steps are saved by the first rank before any of them ends."""
     process = start(2, tmp_path, {"run": {"method": "grpo", "per_device_train_batch_size": 12, "does": "reward"}})
@@ -130,7 +142,7 @@ def test_sigusr1_at_mpirun_stops_all_in_order(tmp_path):
 def test_benchmarks_report_once(tmp_path):
     """bench train and bench grpo count the tokens of all processes."""
     for name, sizes, key in (
-        ("train", ("--rows", "2", "--tokens_per_row", "16", "--completion", "8", "--zero_stage", "1"), "tokens"),
+        ("train", ("--rows", "2", "--tokens_per_row", "16", "--completion", "8", "--zero_stage", "3"), "tokens"),
         ("grpo", ("--prompts", "2", "--num_generations", "2", "--prompt_length", "4", "--max_completion_length", "4"),
          "samples"),
     ):  # fmt: skip
