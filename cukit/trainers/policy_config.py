@@ -59,7 +59,7 @@ class PolicyConfig(TrainerConfig):
         group="environment",
     )
     balance_rollouts: str = option(
-        "auto",
+        "false",
         "groups of completions move from a process that is behind to one that waits: auto where that changes no bit "
         "(cuda, exact), true, false; not with environments",
         ("auto", "true", "false"),

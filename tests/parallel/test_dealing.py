@@ -342,11 +342,14 @@ def test_a_model_without_finite_numbers_is_told_of_once_all_have_drawn():
 # ---- the option ------------------------------------------------------------------------------------------------------
 
 
+AUTO = {"balance_rollouts": "auto"}
+
+
 @pytest.mark.parametrize(
     "options, device, wanted",
-    [({}, "cpu", False), ({}, "cuda", True),
-     ({"exact": "false"}, "cuda", False), ({"kv_cache_dtype": "fp8"}, "cuda", False),
-      ({"balance_rollouts": "false"}, "cuda", False), ({"balance_rollouts": "true"}, "cpu", True),
+    [({}, "cuda", False), (AUTO, "cpu", False), (AUTO, "cuda", True),
+     (AUTO | {"exact": "false"}, "cuda", False), (AUTO | {"kv_cache_dtype": "fp8"}, "cuda", False),
+     ({"balance_rollouts": "true"}, "cpu", True),
      ({"balance_rollouts": "true", "plays": True}, "cpu", False)],
 )  # fmt: skip
 def test_where_groups_move(options, device, wanted, monkeypatch, tmp_path):
