@@ -6,6 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -14,7 +15,7 @@ from ..models.logprobs import packed_logprobs
 from .batch import PackedBatch, Rows
 from .rewarding import completion_rows
 from .rollout import Samples, prompt_seed
-from .shared_rollouts import Rewarded, shared_out
+from .shared_rollouts import Rewarded, own_part, shared_out
 
 SILENT_BATCHES = 10  # generation batches without any reward after which the user is told
 
@@ -42,8 +43,8 @@ class Generation(ABC):
         self._warned_cut, self._silent_batches = False, 0
 
     @abstractmethod
-    def batch(self, number: int) -> tuple[PackedBatch, dict]:
-        """The generation batch of this number, on the device, and its metrics."""
+    def batch(self, number: int) -> tuple[PackedBatch | None, dict]:
+        """The generation batch of this number, on the device, and its metrics; None on a rank that does not train."""
 
     def draw(self, number: int) -> Drawn:
         """Completions of the next prompts."""
@@ -54,12 +55,28 @@ class Generation(ABC):
         """Completions of the prompts at these places of data_rows, and their rewards; of several ranks each draws and
         rewards its share. The samples' groups are numbers within `places`.
         """
+        trainer, apart = self.trainer, self.trainer.apart
+        given = trainer.ranks, trainer.scorer, places, partial(self._draw, number, data_rows)
+        if apart is None:
+            return shared_out(*given, "rollout")
+        apart.share_weights()
+        with apart.waiting():
+            found = shared_out(*given, "rollout", partial(apart.part_of, number, partial(own_part, *given)))
+        apart.exchange_times()
+        return found
 
-        def draw(places):
-            samples = self.complete(number, data_rows, places)
-            return samples, *self.score([data_rows[place] for place in places], samples)
+    def _draw(self, number: int, data_rows: list[int], places: Sequence[int]) -> Rewarded:
+        samples = self.complete(number, data_rows, places)
+        return samples, *self.score([data_rows[place] for place in places], samples)
 
-        return shared_out(self.trainer.ranks, self.trainer.scorer, places, draw, "rollout")
+    def draw_ahead(self, number: int) -> None:
+        """Draw this rank's part of a later batch now. The data position stays: the batch is yet to be asked for."""
+        trainer, before = self.trainer, self.trainer.sampler.state_dict()
+        data_rows = trainer.sampler.take(trainer.args.prompts_a_generation)
+        trainer.sampler.load_state(before)
+        draw = partial(self._draw, number, data_rows)
+        part = partial(own_part, trainer.ranks, trainer.scorer, range(len(data_rows)), draw)
+        trainer.apart.draw_ahead(number, part)
 
     def complete(self, number: int, data_rows: list[int], places: Sequence[int], more=None) -> Samples:
         """Completions of the prompts at these places of data_rows, to which `more` (see Rollout.generate) may add. What
@@ -93,7 +110,7 @@ class Generation(ABC):
 
     def logprobs_by(self, model, batch: PackedBatch):
         """A model's log-probabilities of the learnt tokens, on the device."""
-        args, ranks = self.trainer.args, self.trainer.ranks
+        args, ranks = self.trainer.args, self.trainer.ranks.training
         found, borders = model.backend.empty(batch.targets.shape, batch.logprobs.dtype), ranks.borders(batch.lengths)
         with no_grad():
             for first, last in batch.cut(args.max_tokens_per_batch, *borders[ranks.rank : ranks.rank + 2]):

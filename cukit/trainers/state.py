@@ -108,7 +108,8 @@ def restore(models: dict[str, TrainedModel], arrays: dict, folder: Path) -> dict
         if prefix and not (source.is_dir() and mine):
             raise ValueError(f"{folder} holds no model {name!r}: it was written by a run without one; start a new run")
         load_weights(trained.model, source)
-        trained.optimizer.load_state_dict(mine)
+        if trained.optimizer is not None:  # a rank that does not train has none
+            trained.optimizer.load_state_dict(mine)
     return method
 
 

@@ -88,6 +88,10 @@ class Steps(ABC):
         """Called after every update and after a checkpoint was loaded."""
         return None
 
+    def share_weights(self) -> None:
+        """Every rank has the newest weights afterwards; where each trains, it has them anyway."""
+        return None
+
     def after_update(self) -> None:
         """Called after every update."""
         return None
@@ -150,7 +154,7 @@ class Steps(ABC):
 
         micro_batches: this rank's; the rest is of all ranks.
         """
-        sums, has_gradient = self.ranks.total(
+        sums, has_gradient = self.ranks.training.total(
             lambda: self._passes(micro_batches, in_backward), self.models, self.args.fast_reduction
         )
         return float(sums.pop("loss", 0.0)), sums, has_gradient

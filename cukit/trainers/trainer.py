@@ -70,7 +70,7 @@ class Trainer(Steps):
         dtype: str = "auto",
         peft_config: Any = None,
     ):
-        self.ranks = Ranks()
+        self.ranks = Ranks(rollout_gpus=args.num_processes - args.training_processes)
         args = with_peft(args, peft_config, self.head)
         check_packages(args.report_to or [])
         self.args, self.callbacks = args, list(callbacks)
@@ -108,7 +108,7 @@ class Trainer(Steps):
         except DoesNotFit as error:
             raise DoesNotFit(f"{error}; {self.search_options().line()}", error.plan) from None
         for trained in self.models.values():
-            if isinstance(trained.model, Decoder):
+            if isinstance(trained.model, Decoder) and self.plan.level:
                 trained.model.gradient_checkpointing = self.plan.level
         self.global_step, self.num_tokens = 0, 0
         self.evaluations: list[tuple[int, dict]] = []
@@ -157,28 +157,33 @@ class Trainer(Steps):
         return EpochSampler(num_rows, self.args.seed, self.args.shuffle_dataset)
 
     def plan_memory(
-        self, *more: ModelUse, engine: EngineConfig | None = None, step_tokens: int | None = None, **sizes: Any
+        self,
+        *more: ModelUse,
+        engine: EngineConfig | None = None,
+        step_tokens: int | None = None,
+        trains: bool = True,
+        **sizes: Any,
     ) -> Plan:
         """What the run will hold on its device; ValueError if a card has no room for it.
 
         A method with an engine or further models passes them on: super().plan_memory(ModelUse(…), engine=args.engine).
-        step_tokens: the most tokens of an optimizer step. sizes: what plan_memory takes besides (longest_sequence,
-        packed_tokens). Called once, after the rows are prepared.
+        step_tokens: the most tokens of an optimizer step. trains: whether this process trains the policy. sizes: what
+        plan_memory takes besides (longest_sequence, packed_tokens). Called once, after the rows are prepared.
         """
         most = self.args.max_tokens_per_batch
         if step_tokens is not None:
-            if self.args.num_processes > 1:  # a rank's share, to a row
-                step_tokens = min(step_tokens, step_tokens // self.args.num_processes + sizes["longest_sequence"])
+            if (ranks := self.args.training_processes) > 1:  # a rank's share, to a row
+                step_tokens = min(step_tokens, step_tokens // ranks + sizes["longest_sequence"])
             sizes["micro_batches"] = 1 if step_tokens <= most else 2
             most = min(most, step_tokens)
         policy = self.model
         loaded, head = isinstance(policy, Decoder), policy.config.head == "lm_head"
-        trained = ModelUse(POLICY, policy.config, policy.dtype, trained=True, loaded=loaded, head=head)
+        trained = ModelUse(POLICY, policy.config, policy.dtype, trained=trains, loaded=loaded, head=head)
         if found := adapter_of(policy, self.args):
             trained = adapted(trained, *found)
         offloaded = self.args.offload_optimizer and policy.backend.name == "cuda"
         states: dict[str, Any] = {"moment_bytes": MOMENT_BYTES[self.args.optimizer_state], "offloaded": offloaded}
-        shared_by = self.args.num_processes if self.args.zero_stage else 1
+        shared_by = self.args.training_processes if self.args.zero_stage else 1
         states["gradient_bytes"] = 4 * shared_by  # the planner's ranks share gradients too; ZeRO-1's each hold all
         states["updated_in_backward"] = self.args.optimizer_in_bwd
         return plan_memory(
