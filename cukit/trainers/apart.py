@@ -13,21 +13,18 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..runs.signals import RunStopped
-
-if TYPE_CHECKING:
-    from .policy_trainer import PolicyTrainer
 
 
 class Apart:
     """What a PolicyTrainer does as one of ranks that are apart. Counts of seconds begin anew with each batch."""
 
-    def __init__(self, trainer: PolicyTrainer):
+    def __init__(self, trainer: Any):
         self.trainer, self.ranks = trainer, trainer.ranks
         self.stale = trainer.args.max_staleness > 0
-        self._ahead: dict[int, tuple[Any, BaseException | None]] = {}  # generation batch -> what drawing it gave
+        self._ahead: tuple | None = None  # data rows of the next generation batch, what drawing it gave, or its error
         self._drew = self._waited = self._sending = 0.0
         self._bytes = 0
         self._metrics: dict[str, float] = {}
@@ -60,19 +57,20 @@ class Apart:
 
     # ---- completions ----
 
-    def draw_ahead(self, number: int, draw: Callable[[], Any]) -> None:
-        """Draw this rank's part of a generation batch before it is asked for."""
+    def draw_ahead(self, data_rows: list[int], draw: Callable[[], Any]) -> None:
+        """Draw this rank's part of the next generation batch before it is asked for."""
         try:
             with self.ranks.being_alone():
-                self._ahead = {number: (self.drawn(draw), None)}
+                self._ahead = data_rows, self.drawn(draw), None
         except (Exception, RunStopped) as error:
-            self._ahead = {number: (None, error)}
+            self._ahead = data_rows, None, error
 
-    def part_of(self, number: int, draw: Callable[[], Any]) -> Any:
+    def part_of(self, data_rows: list[int], draw: Callable[[], Any]) -> Any:
         """This rank's part of a generation batch: drawn ahead, with the error that this had, or now."""
-        if number not in self._ahead:
+        if self._ahead is None:
             return self.drawn(draw)
-        found, error = self._ahead.pop(number)
+        (rows, found, error), self._ahead = self._ahead, None
+        assert rows == data_rows
         if error is not None:
             raise error
         return found

@@ -61,7 +61,7 @@ class Generation(ABC):
             return shared_out(*given, "rollout")
         apart.share_weights()
         with apart.waiting():
-            found = shared_out(*given, "rollout", partial(apart.part_of, number, partial(own_part, *given)))
+            found = shared_out(*given, "rollout", partial(apart.part_of, data_rows, partial(own_part, *given)))
         apart.exchange_times()
         return found
 
@@ -76,7 +76,7 @@ class Generation(ABC):
         trainer.sampler.load_state(before)
         draw = partial(self._draw, number, data_rows)
         part = partial(own_part, trainer.ranks, trainer.scorer, range(len(data_rows)), draw)
-        trainer.apart.draw_ahead(number, part)
+        trainer.apart.draw_ahead(data_rows, part)
 
     def complete(self, number: int, data_rows: list[int], places: Sequence[int], more=None) -> Samples:
         """Completions of the prompts at these places of data_rows, to which `more` (see Rollout.generate) may add. What

@@ -322,7 +322,9 @@ def test_what_is_refused(monkeypatch):
         SFTConfig(rollout_gpus=1)
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "3")
     for count in (3, 4):
-        with pytest.raises(ValueError, match=f"rollout_gpus={count} leaves none of 3 processes to train: give at most 2"):
+        with pytest.raises(
+            ValueError, match=f"rollout_gpus={count} leaves none of 3 processes to train: give at most 2"
+        ):
             GRPOConfig(rollout_gpus=count, **sizes)
     for wrong, message in {
         "max_staleness=2": "max_staleness must be",
