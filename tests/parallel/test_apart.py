@@ -187,8 +187,8 @@ def test_a_batch_is_drawn_by_the_weights_before_and_corrected(steps, ranks, tmp_
 
 @pytest.mark.parametrize("steps", [1, 2])
 def test_drawing_and_training_go_on_at_the_same_time(steps, ranks, tmp_path):
-    """The rewards of the next batch wait for the last update of this one."""
-    updated = [threading.Event() for _ in range(3)]
+    """The rewards of the next batch wait for the last update of this one, and what training begins with for them."""
+    begun, updated = ([threading.Event() for _ in range(3)] for _ in range(2))
     options = {"steps_per_generation": steps, "per_device_train_batch_size": 24 // steps, "max_steps": 3 * steps}
 
     class Tells(TrainerCallback):
@@ -202,11 +202,18 @@ def test_drawing_and_training_go_on_at_the_same_time(steps, ranks, tmp_path):
         calls = []
 
         def reward(completions, **_):
+            begun[len(calls)].set()
             calls.append(0)
             assert len(calls) == 1 or updated[len(calls) - 2].wait(20)
             return run_trainer.share_of_ones(completions)
 
-        trainer.scorer.functions[0] = reward
+        def correct(batch):
+            corrected.append(batch)
+            assert begun[min(len(corrected), 2)].wait(20)
+            own(batch)
+
+        corrected, own = [], trainer.generation._correct
+        trainer.scorer.functions[0], trainer.generation._correct = reward, correct
         trainer.train()
         return len(calls)
 
@@ -331,7 +338,7 @@ def test_what_is_refused(monkeypatch):
         "max_staleness=1 rollout_gpus=0": "max_staleness=1 draws completions while others are trained on: give rollout",
         "max_staleness=1 dynamic_sampling=true": "dynamic_sampling draws in rounds",
         "max_staleness=1 use_kl_in_reward=true beta=0.1": "use_kl_in_reward takes the log-probs that were drawn with",
-        "max_staleness=1 loss=own.py:own vllm_importance_sampling_correction=false": "loss=own.py:own gets completions of",
+        "max_staleness=1 loss=a.py:b vllm_importance_sampling_correction=false": "loss=a.py:b gets completions",
         "max_staleness=1 vllm_importance_sampling_clip_max=0": "vllm_importance_sampling_clip_max must be",
     }.items():
         given = dict(word.split("=") for word in wrong.split())

@@ -10,7 +10,17 @@ from .test_ranks import CASES, SIZES, close, norm_of
 
 pytestmark = [pytest.mark.mpi, needs_mpi]
 
-NAMES = ("grpo dapo", "grpo", "grpo lora", "grpo curriculum", "grpo turns", "ppo", "ppo shared", "ppo zero")
+NAMES = (
+    "grpo dapo",
+    "grpo",
+    "grpo bnpo",
+    "grpo lora",
+    "grpo curriculum",
+    "grpo turns",
+    "ppo",
+    "ppo shared",
+    "ppo zero",
+)
 LONGER = ("grpo dapo", "ppo", "ppo zero")  # four updates a generation batch, and one of the next
 PLACES = {  # (ranks, those that draw): what they run
     (2, 1): (*NAMES, "stale"),
