@@ -25,8 +25,9 @@ def show_training(trainer_class: Any, args: TrainerConfig, read: dict[str, str])
     if args.training_processes == args.num_processes:
         _show_plan(*shown)
         return
-    for trainer.ranks in (SimpleNamespace(draws=False, trains=True), SimpleNamespace(draws=True, trains=False)):
-        print(f"# a process that {'trains' if trainer.ranks.trains else 'draws'}:")
+    for draws, what in ((False, "trains"), (True, "draws")):
+        trainer.ranks = SimpleNamespace(draws=draws, trains=not draws)
+        print(f"# a process that {what}:")
         _show_plan(*shown)
 
 

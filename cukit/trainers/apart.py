@@ -75,6 +75,10 @@ class Apart:
             raise error
         return found
 
+    def forget(self) -> None:
+        """Drop what was drawn ahead: the run goes on from a checkpoint."""
+        self._ahead = None
+
     def drawn(self, draw: Callable[[], Any]) -> Any:
         start = time.perf_counter()
         try:

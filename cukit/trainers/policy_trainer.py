@@ -170,8 +170,9 @@ class PolicyTrainer(Trainer):
     def plan_memory(self, *more: ModelUse, **sizes: Any) -> Plan:
         args, use, draws, trains = self.args, self.model, self.ranks.draws, self.ranks.trains
         copied = self.needs_reference and adapter_of(use, args) is None  # with an adapter, the base is the reference
-        others = [*more, *([ModelUse("reference", use.config, use.dtype)] if copied else [])] if trains else []
+        others = [ModelUse("reference", use.config, use.dtype)] if copied and trains else []
         others += [one.use(use.dtype) for one in self.reward_models.values()] if draws else []
+        others += more if trains else ()
         longest = max(len(ids) for _, ids in self.train_rows) + args.max_completion_length
         tokens = args.generation_size * longest
         sizes = {"packed_tokens": tokens, "longest_sequence": longest, "step_tokens": tokens // args.num_slices} | sizes
@@ -291,6 +292,8 @@ class PolicyTrainer(Trainer):
         return arrays, {"updates_a_generation": self.updates_a_generation}
 
     def load_method_state(self, arrays: dict, values: dict) -> None:
+        if self.apart is not None:
+            self.apart.forget()
         if values["updates_a_generation"] != self.updates_a_generation:
             raise ValueError(
                 f"the checkpoint made {values['updates_a_generation']} updates a generation batch, this run makes "

@@ -32,12 +32,12 @@ def shared_out(
     """
     if ranks.size == 1:
         return draw(places)
-    part = part or partial(own_part, ranks, scorer, places, draw)
-    found = [part for part in ranks.each(part, what) if part is not None]
+    parts = ranks.each(part or partial(own_part, ranks, scorer, places, draw), what)
+    found = [one for one in parts if one is not None]
     for *_, recorded in found:
         scorer.add_recorded(recorded)
-    rewards, by_function = (np.concatenate([part[place] for part in found]) for place in (1, 2))
-    return joined([part[0] for part in found]), rewards, by_function
+    rewards, by_function = (np.concatenate([one[place] for one in found]) for place in (1, 2))
+    return joined([one[0] for one in found]), rewards, by_function
 
 
 def own_part(

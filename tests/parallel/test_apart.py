@@ -257,6 +257,24 @@ def test_a_resumed_run_draws_anew_what_was_drawn_ahead(ranks, tmp_path):
     assert np.abs(ours.sampled - ours.logprobs).max() < 1e-5 < 1e-3 < np.abs(theirs.sampled - theirs.logprobs).max()
 
 
+def test_the_same_trainers_go_on_after_a_stop(ranks, tmp_path):
+    class Stops(TrainerCallback):
+        def on_step_end(self, trainer, metrics):
+            if trainer.global_step == 1:
+                trainer.stop()
+
+    def rank(group):
+        trainer = trainer_of(tmp_path / "run", max_steps=2, max_staleness=1, dtype="float32")
+        trainer.callbacks.append(Stops())
+        watched = Watched(trainer)
+        trainer.train()
+        trainer.train("latest")
+        return watched
+
+    found = ranks(2, rank)[0].batches
+    assert [*found] == [0, 1] and np.abs(found[1].sampled - found[1].logprobs).max() < 1e-5
+
+
 def test_resumed_within_a_generation_batch(ranks, tmp_path):
     """Saved after the first of two updates, where the next batch is drawn already: it is dropped, and drawn anew by the
     weights of the end of this one.
