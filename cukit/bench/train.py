@@ -24,7 +24,7 @@ from ..trainers.in_backward import UpdateInBackward
 from ..trainers.loss import backward, first_gradient
 from ..trainers.ranks import Ranks
 from ..trainers.sharded_weights import ShardedWeights
-from ..trainers.state import POLICY, TrainedModel, share_weights
+from ..trainers.state import POLICY, TrainedModel, shard_weights
 from ..trainers.zero import ShardedAdamW
 from . import TrainBench
 from .levels import level_for
@@ -94,7 +94,7 @@ def run(options: TrainBench) -> dict:
     if options.parallel.zero_stage and ranks.size > 1:
         group, stage = ranks.group, options.parallel.zero_stage
         kind = partial(ShardedAdamW, group=group.on(subject.backend), host=group, stage=stage)
-    weights = share_weights(model, options.parallel.zero_stage, ranks)
+    weights = shard_weights(model, options.parallel.zero_stage, ranks)
     optimizer = kind(model.trained_store, LEARNING_RATE, state_form=states.optimizer_state, offload=offload)
     tokens = options.max_tokens_per_batch or step.tokens
     given = options.gradient_checkpointing

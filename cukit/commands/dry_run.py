@@ -21,7 +21,14 @@ def show_training(trainer_class: Any, args: TrainerConfig, read: dict[str, str])
     trainer = without_weights(trainer_class, args, read)
     _print_options(read | stated_values(args))
     print(f"# steps: {trainer.count_steps()}")
-    _show_plan(trainer.model, trainer.plan_memory, trainer.search_options, args.memory.nbytes is not None)
+    shown = trainer.model, trainer.plan_memory, trainer.search_options, args.memory.nbytes is not None
+    if args.training_processes == args.num_processes:
+        _show_plan(*shown)
+        return
+    for draws, what in ((False, "trains"), (True, "draws")):
+        trainer.ranks = SimpleNamespace(draws=draws, trains=not draws)
+        print(f"# a process that {what}:")
+        _show_plan(*shown)
 
 
 def show_engine(options: Any, model: str, config: EngineConfig) -> None:
@@ -53,7 +60,15 @@ def without_weights(trainer_class: Any, args: TrainerConfig, read: dict[str, str
     shape = model_shape(read["model"], args.device, args.dtype, args.memory.nbytes, trainer_class.head)
     shape.vocab_size = min(shape.vocab_size, tokenizer.vocab_size)
     policy = SimpleNamespace(name="policy", model=shape, optimizer=None)
-    parts = {"args": args, "model": shape, "models": {"policy": policy}, "tokenizer": tokenizer, "progress": None}
+    does_both = SimpleNamespace(draws=True, trains=True)
+    parts = {
+        "args": args,
+        "ranks": does_both,
+        "model": shape,
+        "models": {"policy": policy},
+        "tokenizer": tokenizer,
+        "progress": None,
+    }
     made: Any = type(f"{trainer_class.__name__}WithoutWeights", (trainer_class,), parts)
     trainer = object.__new__(made)
     trainer.train_rows = trainer.read_rows(read["data"], "train_dataset")

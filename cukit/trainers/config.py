@@ -216,6 +216,11 @@ class TrainerConfig(Options):
         return num_processes()
 
     @property
+    def training_processes(self) -> int:
+        """Those that train: all, but for rollout_gpus where a method has it."""
+        return self.num_processes
+
+    @property
     def evaluates(self) -> str:
         """When evaluations happen: "no", "steps" (of eval_steps) or "epoch"."""
         if self.eval_steps is not None and "eval_strategy" not in self.given and self.eval_strategy == "no":

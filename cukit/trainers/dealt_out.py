@@ -52,5 +52,5 @@ def dealt_out(
             scorer.add_recorded(one[3])
     rewards, by_function = (np.concatenate([one[place] for one in found if one is not None]) for place in (0, 1))
     idle = [seconds for *_, seconds in drawn]
-    metrics = {"balance/moved_groups": sum(given for _, given, _ in drawn), "time/rollout_wait": max(idle) - min(idle)}
+    metrics = {"balance/moved_groups": sum(given for _, given, _ in drawn), "balance/wait": max(idle) - min(idle)}
     return (joined([part for part in parts if len(part)]), rewards, by_function), metrics

@@ -31,7 +31,7 @@ class Experience(Generation):
         self.scores = RunningMoments()
         self._begun: tuple[float, int] | None = None  # when this process drew its first rollout, and episodes till then
 
-    def batch(self, number: int) -> tuple[PackedBatch, dict]:
+    def batch(self, number: int) -> tuple[PackedBatch | None, dict]:
         trainer, args = self.trainer, self.trainer.args
         self._begun = self._begun or (time.perf_counter(), self.episodes)
         drawn = self.draw(number)
@@ -40,6 +40,8 @@ class Experience(Generation):
         _, mean, std = group_advantages(rewards, len(rewards), "none")
         metrics = sample_metrics(samples) | trainer.scorer.metrics(drawn.by_function, rewards, mean, std)
         metrics |= {"val/num_eos_tokens": int((~samples.truncated).sum())}
+        if not trainer.ranks.trains:
+            return None, metrics
         scores = self._scores(drawn)
         batch = pack_rollout(samples, scores, args, number, trainer.model.dtype).to(trainer.model.backend)
         if trainer.needs_reference:
@@ -74,7 +76,7 @@ class Experience(Generation):
         batch.values = backend.empty(batch.targets.shape, batch.weights.dtype)
         after = backend.zeros((len(batch),), batch.weights.dtype)
         cut_off = batch.finish_reasons == FINISH_REASONS.index("length")
-        ranks, borders = trainer.ranks, trainer.ranks.borders(batch.lengths)
+        ranks, borders = trainer.ranks.training, trainer.ranks.training.borders(batch.lengths)
         with no_grad():
             for first, last in batch.cut(args.max_tokens_per_batch, *borders[ranks.rank : ranks.rank + 2]):
                 rows = Rows(batch, first, last)

@@ -6,6 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -15,7 +16,7 @@ from .batch import PackedBatch, Rows
 from .dealt_out import dealt_out
 from .rewarding import completion_rows
 from .rollout import Samples, prompt_seed
-from .shared_rollouts import Rewarded, shared_out
+from .shared_rollouts import Rewarded, own_part, shared_out
 
 SILENT_BATCHES = 10  # generation batches without any reward after which the user is told
 
@@ -44,8 +45,8 @@ class Generation(ABC):
         self.balance: dict[str, float] = {}  # metrics of groups that moved, of the newest generation batch
 
     @abstractmethod
-    def batch(self, number: int) -> tuple[PackedBatch, dict]:
-        """The generation batch of this number, on the device, and its metrics."""
+    def batch(self, number: int) -> tuple[PackedBatch | None, dict]:
+        """The generation batch of this number, on the device, and its metrics; None on a rank that does not train."""
 
     def draw(self, number: int) -> Drawn:
         """Completions of the next prompts."""
@@ -57,14 +58,28 @@ class Generation(ABC):
         rewards its share; with balance_rollouts, groups move between them while they are drawn. The samples' groups are
         numbers within `places`.
         """
-        if self._balances:
-            return self._dealt(number, data_rows, places)
+        trainer, apart = self.trainer, self.trainer.apart
+        given = trainer.ranks, trainer.scorer, places, partial(self._draw, number, data_rows)
+        if apart is None:
+            return self._dealt(number, data_rows, places) if self._balances else shared_out(*given, "rollout")
+        apart.send_weights()
+        with apart.waiting():
+            found = shared_out(*given, "rollout", partial(apart.part_of, data_rows, partial(own_part, *given)))
+        apart.exchange_times()
+        return found
 
-        def draw(places):
-            samples = self.complete(number, data_rows, places)
-            return samples, *self.score([data_rows[place] for place in places], samples)
+    def _draw(self, number: int, data_rows: list[int], places: Sequence[int]) -> Rewarded:
+        samples = self.complete(number, data_rows, places)
+        return samples, *self.score([data_rows[place] for place in places], samples)
 
-        return shared_out(self.trainer.ranks, self.trainer.scorer, places, draw, "rollout")
+    def draw_ahead(self, number: int) -> None:
+        """Draw this rank's part of a later batch now. The data position stays: the batch is yet to be asked for."""
+        trainer, before = self.trainer, self.trainer.sampler.state_dict()
+        data_rows = trainer.sampler.take(trainer.args.prompts_a_generation)
+        trainer.sampler.load_state(before)
+        draw = partial(self._draw, number, data_rows)
+        part = partial(own_part, trainer.ranks, trainer.scorer, range(len(data_rows)), draw)
+        trainer.apart.draw_ahead(data_rows, part)
 
     def _dealt(self, number: int, data_rows: list[int], places: Sequence[int]) -> Rewarded:
         def complete(dealt):
@@ -119,7 +134,7 @@ class Generation(ABC):
 
     def logprobs_by(self, model, batch: PackedBatch):
         """A model's log-probabilities of the learnt tokens, on the device."""
-        args, ranks = self.trainer.args, self.trainer.ranks
+        args, ranks = self.trainer.args, self.trainer.ranks.training
         found, borders = model.backend.empty(batch.targets.shape, batch.logprobs.dtype), ranks.borders(batch.lengths)
         with no_grad():
             for first, last in batch.cut(args.max_tokens_per_batch, *borders[ranks.rank : ranks.rank + 2]):

@@ -22,7 +22,7 @@ from .shared_rollouts import joined
 class GroupGeneration(Generation):
     """What a GRPOTrainer trains on, a generation batch at a time."""
 
-    def batch(self, number: int) -> tuple[PackedBatch, dict]:
+    def batch(self, number: int) -> tuple[PackedBatch | None, dict]:
         trainer, args = self.trainer, self.trainer.args
         data_rows, drawn, kept, metrics = self._draw_groups(number)
         samples, rewards = drawn.samples, drawn.rewards
@@ -32,6 +32,8 @@ class GroupGeneration(Generation):
             for place, row in enumerate(data_rows):
                 trainer.sampler.observe(row, mean[place], std[place])
             metrics |= trainer.sampler.metrics()
+        if not trainer.ranks.trains:
+            return None, metrics
         if kept is not None:
             drawn = drawn.chosen(np.flatnonzero(np.isin(samples.groups, kept)))
         sizes = np.unique(drawn.samples.groups, return_counts=True)[1]
@@ -115,9 +117,9 @@ class GroupGeneration(Generation):
         """(rows,): each completion's KL to the reference; its mean over the tokens goes into the metrics."""
         trainer, args = self.trainer, self.trainer.args
         lengths = list(map(len, samples.token_ids))
-        own = samples.rows(np.arange(*trainer.ranks.share(lengths)))
+        own = samples.rows(np.arange(*trainer.ranks.training.share(lengths)))
         with trainer.timer("reference"):
-            parts = trainer.ranks.each(lambda: self._reference_logprobs(own), "reference")
+            parts = trainer.ranks.training.each(lambda: self._reference_logprobs(own), "reference")
         found = [logprobs for part in parts for logprobs in part]
         kl = kl_of_rows(samples, found, args.loss_options.estimates_kl_by)
         metrics["kl"] = float(kl[~samples.failed].sum() / max(samples.lengths[~samples.failed].sum(), 1))

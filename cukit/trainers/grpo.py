@@ -69,8 +69,7 @@ class GRPOTrainer(PolicyTrainer):
     def make_batch(self, step: int) -> tuple[list[Rows], dict]:
         micro_batches, metrics = super().make_batch(step)
         num_chosen = metrics["step_tokens"]
-        if self.args.top_entropy_quantile < 1:
-            assert self._batch is not None
+        if self.args.top_entropy_quantile < 1 and self._batch is not None:
             with self.timer("entropy"):
                 num_chosen = self._choose_tokens(self._batch, micro_batches)
         self._entropy_weight = self.entropy_bonus.applied / max(num_chosen, 1)
@@ -91,7 +90,7 @@ class GRPOTrainer(PolicyTrainer):
                 for rows, entropy in zip(micro_batches, found, strict=True)
             ]
 
-        parts = [part for one in self.ranks.each(entropies, "entropies") for part in one]
+        parts = [part for one in self.ranks.training.each(entropies, "entropies") for part in one]
         if not parts:
             return 0
         values = [entropy for *_, entropy in parts]

@@ -87,7 +87,40 @@ class GRPOConfig(PolicyConfig):
             not (self.sync_ref_model and self.beta == 0), "sync_ref_model needs a reference model: set beta above 0"
         )
         self._check_generation_size()
+        self._correct_age()
         self._correct_roundings()
+
+    def _correct_age(self) -> None:
+        """Where completions come from older weights, importance correction is on unless it was given."""
+        if not self.max_staleness:
+            return
+        name, loss = "vllm_importance_sampling_correction", self.loss_options
+        require(
+            not self.dynamic_sampling,
+            "dynamic_sampling draws in rounds that all processes wait for, max_staleness=1 goes without: leave one out",
+        )
+        require(
+            not self.use_kl_in_reward,
+            "use_kl_in_reward takes the log-probs that were drawn with, which max_staleness=1 makes those of older "
+            "weights: leave one out; beta alone puts the KL in the loss",
+        )
+        off = name in self.given and not loss.vllm_importance_sampling_correction
+        require(
+            not off or loss.loss is None,
+            f"loss={loss.loss} gets completions of older weights (max_staleness=1), and {name}=false leaves their age "
+            "to it: leave that out",
+        )
+        if name in self.given or loss.loss_type == "vespo":
+            return
+        loss.vllm_importance_sampling_correction = True
+        if "vllm_importance_sampling_mode" not in self.given:
+            loss.vllm_importance_sampling_mode = "token_truncate"
+        loss.check_correction()
+        say_once(
+            logger,
+            f"max_staleness=1: completions come from older weights, so {name} is on "
+            f"({loss.vllm_importance_sampling_mode}); it costs a forward pass a generation batch",
+        )
 
     def _correct_roundings(self) -> None:
         """Where the engine rounds what training does not, importance correction is on unless it was given."""
@@ -108,7 +141,7 @@ class GRPOConfig(PolicyConfig):
         size, accumulation = self.batch_of_all_ranks, self.gradient_accumulation_steps
         batch, steps = self.generation_batch_size, self.steps_per_generation
         given = f"per_device_train_batch_size={self.per_device_train_batch_size}"
-        given += f" * {self.num_processes} processes" if self.num_processes > 1 else ""
+        given += f" * {self.training_processes} processes" if self.training_processes > 1 else ""
         if batch is not None:
             require(
                 batch % size == 0,

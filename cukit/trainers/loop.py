@@ -93,8 +93,8 @@ class Run:
         """Optimizers, the state of a checkpoint, config.yaml, the logs."""
         trainer = self.trainer
         trainer.whole_weights()  # an error may have ended the run before this one
-        for trained in trainer.models.values():
-            trained.optimizer = make_optimizer(trained.model, trainer.args, self.ranks)
+        for trained in trainer.models.values() if self.ranks.trains else ():
+            trained.optimizer = make_optimizer(trained.model, trainer.args, self.ranks.training)
         trainer.evaluation_due = trainer.args.eval_on_start
         if source:
             self.ranks.busy()
@@ -133,7 +133,7 @@ class Run:
         logger.info("run folder %s, steps %d of %d", self.folder, trainer.global_step, trainer.total_steps)
         if trainer.model.adapter is not None:
             logger.info("%s", described(trainer.model))
-        logger.info("memory:\n%s", trainer.plan.table())
+        logger.info("memory:\n%s", self.ranks.tables(trainer.plan.table()))
         with self.ranks.progress(trainer.total_steps, trainer.label, trainer.global_step) as trainer.progress:
             try:
                 trainer.call("on_train_begin")
@@ -217,6 +217,7 @@ class Run:
         """Save and say what there is after the last step or a stop."""
         trainer = self.trainer
         step, total = trainer.global_step, trainer.total_steps
+        trainer.send_weights()
         self._check_updates(finished=trainer.finished)
         try:
             if self._unsaved and step:
@@ -310,7 +311,7 @@ class Run:
     @property
     def _sharded(self) -> bool:
         """Whether no rank holds all of the optimizers' states."""
-        return self.trainer.args.zero_stage > 0 and self.ranks.size > 1
+        return self.trainer.args.zero_stage > 0 and self.ranks.training.size > 1
 
     def save_checkpoint(self, alone: bool = False) -> Path:
         """Write checkpoint-N of the finished steps, and delete the oldest beyond save_total_limit. The first rank

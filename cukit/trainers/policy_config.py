@@ -5,10 +5,12 @@ from typing import Any, ClassVar
 from ..datasets.config import PromptOptions
 from ..engine.config import LORA_OPTIONS, EngineConfig, SamplingOptions, SamplingParams
 from ..options import check_range, flat_values, nearest, nested, option, require
+from ..parallel.config import ParallelOptions
 from ..rewards.config import RewardLimits
 from .config import TrainerConfig
 from .evaluation_config import pass_at_k_values
 
+PROCESSES = ParallelOptions.group
 GENERATION_KWARGS = {"stop_strings": "stop", "eos_token_id": "stop_token_ids"}  # generate()'s name -> vLLM's
 
 
@@ -63,7 +65,17 @@ class PolicyConfig(TrainerConfig):
         "groups of completions move from a process that is behind to one that waits: auto where that changes no bit "
         "(cuda, exact), true, false; not with environments",
         ("auto", "true", "false"),
-        group="several processes",
+        group=PROCESSES,
+    )
+    rollout_gpus: int = option(
+        0,
+        "this many of the processes only draw, reward and evaluate, the others train; 0: all do both",
+        group=PROCESSES,
+    )
+    max_staleness: int = option(
+        0,
+        "1: the next generation batch is drawn while this one is trained on, by the weights of before (off-policy)",
+        group=PROCESSES,
     )
     prompts: PromptOptions = nested(PromptOptions)
     engine: EngineConfig = nested(EngineConfig, without=("seed", *LORA_OPTIONS))
@@ -92,6 +104,30 @@ class PolicyConfig(TrainerConfig):
             f"reward_weights has {len(weights or [])} values for {len(rewards or [])} reward_funcs; give one each",
         )
         pass_at_k_values(self.pass_at_k, self.num_generations_eval or 1, "num_generations_eval")
+        self._check_apart()
+
+    def _check_apart(self) -> None:
+        count, processes = self.rollout_gpus, self.num_processes
+        check_range(self, "rollout_gpus", 0)
+        check_range(self, "max_staleness", 0, 1)
+        require(
+            not count or processes > 1,
+            f"rollout_gpus={count} takes some of several processes, and this is the only one: start it by mpirun -n "
+            f"{count + 1} or more, or leave rollout_gpus out",
+        )
+        require(
+            not count or count < processes,
+            f"rollout_gpus={count} leaves none of {processes} processes to train: give at most {processes - 1}",
+        )
+        require(
+            not count or self.balance_rollouts != "true",
+            "balance_rollouts=true moves groups between processes that both draw and train, and rollout_gpus sets them "
+            "apart: leave one of them out",
+        )
+        require(
+            not self.max_staleness or count > 0,
+            "max_staleness=1 draws completions while others are trained on: give rollout_gpus, the processes that draw",
+        )
 
     # ---- the generation batch; a method's own options say how large it is ----
 
@@ -117,8 +153,12 @@ class PolicyConfig(TrainerConfig):
 
     @property
     def batch_of_all_ranks(self) -> int:
-        """per_device_train_batch_size of each rank together."""
-        return self.per_device_train_batch_size * self.num_processes
+        """per_device_train_batch_size of each rank that trains together."""
+        return self.per_device_train_batch_size * self.training_processes
+
+    @property
+    def training_processes(self) -> int:
+        return self.num_processes - self.rollout_gpus
 
     @property
     def prompts_a_generation(self) -> int:

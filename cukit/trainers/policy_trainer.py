@@ -20,17 +20,21 @@ from ..models.decoder import Decoder
 from ..ops.policy_loss import MAX_LOG_RATIO
 from ..options import flat_values
 from ..tokenizer import Tokenizer
+from .apart import Apart
 from .batch import PackedBatch, Rows
 from .callbacks import TrainerCallback
 from .environment import EnvironmentMaker, make_maker
 from .episodes import Episodes
 from .evaluation import evaluate
 from .generation import Generation
+from .in_backward import UpdateInBackward
+from .loop import Run
 from .lora import adapter_of, with_peft
 from .policy_config import PolicyConfig
 from .reward_model import RewardModel, reward_models, with_models
 from .rewarding import RewardScorer, trainer_state
 from .rollout import Rollout
+from .state import POLICY
 from .trainer import DataSource, ModelSource, Trainer
 
 Reward = str | Callable[..., Any]
@@ -79,19 +83,26 @@ class PolicyTrainer(Trainer):
             self.eval_scorer = self._make_scorer(eval_reward_funcs)
         self.generation = self.make_generation()
         super().__init__(model, args, train_dataset, eval_dataset, processing_class, callbacks, device, dtype)
-        engine = flat_values(args.engine) | {
-            "num_kv_blocks": self.plan.num_kv_blocks,
-            "max_model_len": self.plan.max_model_len,
-        }
-        self.rollout = Rollout(self.model, self.tokenizer, self.plan.sleeps_cache, **engine)
-        if self.environments is not None:
-            self.rollout.episodes = self._make_episodes(self.environments)
+        self.apart = Apart(self) if args.rollout_gpus else None
+        self.rollout: Rollout | None = None  # of a rank that draws
         self.reference: Decoder | WithoutAdapter | None = None
-        if self.needs_reference:
+        if self.ranks.draws:
+            self._make_rollout()
+        else:  # an engine would say so
+            self.model.exact = args.engine.exact
+        if self.needs_reference and self.ranks.trains:
             self.reference = self.model.frozen_copy() if self.model.adapter is None else WithoutAdapter(self.model)
+        self._batch: PackedBatch | None = None
+
+    def _make_rollout(self) -> None:
+        """The engine, and what rewards its completions."""
+        args, plan = self.args, self.plan
+        sizes = {"num_kv_blocks": plan.num_kv_blocks, "max_model_len": plan.max_model_len}
+        self.rollout = Rollout(self.model, self.tokenizer, plan.sleeps_cache, **flat_values(args.engine) | sizes)
+        if self.environments is not None:
+            self.rollout.episodes = self._make_episodes(self.environments, self.rollout)
         for one in self.reward_models.values():
             one.load(self.model, self.tokenizer, args.max_tokens_per_batch, args.chat_template_kwargs)
-        self._batch: PackedBatch | None = None
 
     @abstractmethod
     def make_generation(self) -> Generation:
@@ -121,9 +132,9 @@ class PolicyTrainer(Trainer):
         state, in_process = partial(trainer_state, self), self.environments is not None
         return RewardScorer(reward_funcs, weights, self.args.reward_limits, state, in_process)
 
-    def _make_episodes(self, maker: EnvironmentMaker) -> Episodes:
+    def _make_episodes(self, maker: EnvironmentMaker, rollout: Rollout) -> Episodes:
         args = self.args
-        episodes = Episodes(self.rollout.llm, maker, args.chat_template_kwargs, args.max_tool_calling_iterations)
+        episodes = Episodes(rollout.llm, maker, args.chat_template_kwargs, args.max_tool_calling_iterations)
         episodes.around = self.interruptible
         return episodes
 
@@ -157,14 +168,15 @@ class PolicyTrainer(Trainer):
         return False
 
     def plan_memory(self, *more: ModelUse, **sizes: Any) -> Plan:
-        args, use = self.args, self.model
-        apart = self.needs_reference and adapter_of(use, args) is None  # with an adapter, the base is the reference
-        others = [ModelUse("reference", use.config, use.dtype)] if apart else []
-        others += [one.use(use.dtype) for one in self.reward_models.values()]
+        args, use, draws, trains = self.args, self.model, self.ranks.draws, self.ranks.trains
+        copied = self.needs_reference and adapter_of(use, args) is None  # with an adapter, the base is the reference
+        others = [ModelUse("reference", use.config, use.dtype)] if copied and trains else []
+        others += [one.use(use.dtype) for one in self.reward_models.values()] if draws else []
+        others += more if trains else ()
         longest = max(len(ids) for _, ids in self.train_rows) + args.max_completion_length
         tokens = args.generation_size * longest
         sizes = {"packed_tokens": tokens, "longest_sequence": longest, "step_tokens": tokens // args.num_slices} | sizes
-        return super().plan_memory(*others, *more, engine=args.engine, **sizes)
+        return super().plan_memory(*others, engine=args.engine if draws else None, trains=trains, **sizes)
 
     @property
     def updates_a_generation(self) -> int:
@@ -185,13 +197,54 @@ class PolicyTrainer(Trainer):
             self.generation.balance = {}
             self.whole_weights()
             self._batch, metrics = self.generation.batch(step // self.updates_a_generation)
-            metrics |= self.generation.balance
+            metrics |= self.generation.balance | ({} if self.apart is None else self.apart.take_metrics())
+        self._on_policy = place == 0
+        if not self.ranks.trains:
+            return [], metrics | {"step_tokens": 0}
         assert self._batch is not None
         index = place % self.args.num_slices
-        micro_batches = self._batch.micro_batches(index, self.args.max_tokens_per_batch, self.ranks.share)
-        self._on_policy = place == 0
+        micro_batches = self._batch.micro_batches(index, self.args.max_tokens_per_batch, self.ranks.training.share)
         first, last = self._batch.slices[index : index + 2]
         return micro_batches, metrics | {"step_tokens": int(self._batch.num_learnt[first:last].sum())}
+
+    # ---- ranks that are apart ----
+
+    def _accumulate(self, micro_batches: list, in_backward: UpdateInBackward | None = None) -> tuple[float, dict, bool]:
+        """See Steps. A rank that does not train may draw the next batch meanwhile."""
+        if self.ranks.trains:
+            return super()._accumulate(micro_batches, in_backward)
+        number, place = divmod(self.global_step, self.updates_a_generation)
+        if self._is_stale and place == 0 and (number + 1) * self.updates_a_generation < self.total_steps:
+            self.generation.draw_ahead(number + 1)
+        return math.nan, {}, False
+
+    def _update(self, run: Run, has_gradient: bool, in_backward: UpdateInBackward | None) -> dict:
+        if self.ranks.trains:
+            return super()._update(run, has_gradient, in_backward)
+        return {"learning_rate": self._rate_of(self.models[POLICY])}
+
+    @property
+    def _is_stale(self) -> bool:
+        """Whether batches are drawn ahead."""
+        return self.apart is not None and self.apart.stale
+
+    def send_weights(self) -> None:
+        if self.apart is not None:
+            self.whole_weights()
+            self.apart.send_weights()
+
+    def stop_requested(self) -> bool:
+        """See Trainer. Ranks of which some draw ahead ask one another between two generation batches alone."""
+        if self.apart is None or self.ranks.alone:
+            return super().stop_requested()
+        if self._is_stale and self.global_step % self.updates_a_generation:
+            return False
+        with self.apart.waiting():
+            return super().stop_requested()
+
+    def raise_if_stopped(self) -> None:
+        if not self._is_stale or self.ranks.alone:
+            super().raise_if_stopped()
 
     # ---- the sampler and the trainer ----
 
@@ -225,25 +278,29 @@ class PolicyTrainer(Trainer):
         }
 
     def weights_changed(self) -> None:
-        self.rollout.weights_changed()
+        if self.rollout is not None:
+            self.rollout.weights_changed()
 
     # ---- evaluation, checkpoints ----
 
     def run_evaluation(self) -> dict:
+        self.send_weights()
         return evaluate(self)
 
     def method_state(self) -> tuple[dict, dict]:
         arrays: dict = {}
-        if self.global_step % self.updates_a_generation:
+        if self.global_step % self.updates_a_generation and self.ranks.trains:
             assert self._batch is not None
             arrays |= {f"batch.{name}": value for name, value in self._batch.to_arrays().items()}
         return arrays, {"updates_a_generation": self.updates_a_generation}
 
     def load_method_state(self, arrays: dict, values: dict) -> None:
+        if self.apart is not None:
+            self.apart.forget()
         if values["updates_a_generation"] != self.updates_a_generation:
             raise ValueError(
                 f"the checkpoint made {values['updates_a_generation']} updates a generation batch, this run makes "
                 f"{self.updates_a_generation}; resume with the same {self.batch_options}"
             )
         batch = {name.removeprefix("batch."): value for name, value in arrays.items() if name.startswith("batch.")}
-        self._batch = PackedBatch.from_arrays(batch).to(self.model.backend) if batch else None
+        self._batch = PackedBatch.from_arrays(batch).to(self.model.backend) if batch and self.ranks.trains else None

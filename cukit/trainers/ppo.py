@@ -65,6 +65,8 @@ class PPOTrainer(PolicyTrainer):
     # ---- models ----
 
     def make_models(self, policy: Decoder) -> dict[str, TrainedModel]:
+        if not self.ranks.trains:
+            return super().make_models(policy)
         rate = self.args.critic_learning_rate
         return super().make_models(policy) | {
             CRITIC: TrainedModel(CRITIC, self._make_critic(policy), learning_rate=rate)

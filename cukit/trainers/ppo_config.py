@@ -102,6 +102,10 @@ class PPOConfig(PolicyConfig):
             check_range(self, name, 0, 1)
         check_range(self, "dual_clip", 1, open_low=True)
         require(
+            not self.max_staleness,
+            "max_staleness=1 is for grpo: ppo takes completions for those of the weights that it trains; leave it out",
+        )
+        require(
             self.kl_target is None or self.kl_coef > 0,
             f"kl_target={self.kl_target} moves kl_coef, which must begin above 0, got {self.kl_coef}",
         )

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ..models.store import PIECES
-from ..parallel.group import Group, RankLost
+from ..parallel.group import Group, RankLost, shares
 from ..parallel.world import world
 from ..runs.progress import Progress
 from ..runs.signals import RunStopped
@@ -26,13 +26,28 @@ Sums = dict[str, Any]
 
 
 class Ranks:
-    """The ranks of a run. group: default: all processes that the launcher started."""
+    """The ranks of a run. group: default: all processes that the launcher started.
 
-    def __init__(self, group: Group | None = None):
+    rollout_gpus: the last so many ranks only draw completions, and the others only train (apart.py); 0: each does both.
+    """
+
+    draws = trains = True  # what this rank does
+    sending: Group | None = None  # the first rank, which sends weights, and those that only draw
+
+    def __init__(self, group: Group | None = None, rollout_gpus: int = 0):
         self.group = world() if group is None else group
         self.rank, self.size = self.group.rank, self.group.size
         self.is_first = self.rank == 0  # it writes files and talks to the user
-        self._alone = False
+        self.alone = False
+        self.training: Ranks = self  # those that train; on a rank that does not, a group of one that has nothing to do
+        self.weights_step: int | None = None  # the step whose weights each rank is known to have
+        self._drawing = range(self.size)
+        if rollout_gpus:
+            self._drawing = range(self.size - rollout_gpus, self.size)
+            self.draws = self.rank in self._drawing
+            self.trains = not self.draws
+            self.training = Ranks(self.group.part(range(self._drawing.start)) or Group())
+            self.sending = self.group.part([0, *self._drawing])
 
     # ---- work that is shared out ----
 
@@ -46,7 +61,7 @@ class Ranks:
             return [work()]
         value, error = None, None
         try:
-            with self._being_alone():
+            with self.being_alone():
                 value = work()
         except RankLost:
             raise
@@ -71,7 +86,17 @@ class Ranks:
 
     def any(self, flag: bool) -> bool:
         """Whether any rank says so; alone, this one."""
-        return flag if self.size == 1 or self._alone else any(self.group.gather_values(flag, "stop"))
+        return flag if self.size == 1 or self.alone else any(self.group.gather_values(flag, "stop"))
+
+    def drawn_here(self, count: int) -> range:
+        """Of so many prompts, the places of those that this rank draws: none if it only trains."""
+        if not self.draws:
+            return range(0)
+        place = self.rank - self._drawing.start
+        return range(*shares(count, len(self._drawing))[place : place + 2])
+
+    def is_drawing(self, rank: int) -> bool:
+        return rank in self._drawing
 
     def share(self, lengths: Sequence[int] | np.ndarray) -> tuple[int, int]:
         """(first, last + 1) of the rows of these lengths that are this rank's: a run of about as many tokens each."""
@@ -94,13 +119,14 @@ class Ranks:
         self.group.barrier(what)
 
     @contextmanager
-    def _being_alone(self) -> Iterator[None]:
-        assert not self._alone, "a rank that is alone calls no collective"
-        self._alone = True
+    def being_alone(self) -> Iterator[None]:
+        """Inside, no collective is called."""
+        assert not self.alone, "a rank that is alone calls no collective"
+        self.alone = True
         try:
             yield
         finally:
-            self._alone = False
+            self.alone = False
 
     # ---- sums and gradients ----
 
@@ -164,8 +190,16 @@ class Ranks:
         self.watch.timeout, self.watch.advice = trainer.args.ddp_timeout, advice
         facts = {name: value for name, value in trainer.run_config().items() if name != "output_dir"}
         facts |= {"device": trainer.model.backend.name, "rows": len(trainer.train_rows)}
-        self.compare(facts | {f"weights of {name}": _sum_of_weights(one.model) for name, one in trainer.models.items()})
-        self.group.on(trainer.model.backend)  # what GPUs need for it is missed here, and not after the first rollout
+        sums = {f"weights of {name}": _sum_of_weights(one.model) for name, one in trainer.models.items()}
+        self.weights_step, groups = trainer.global_step, [self.group]
+        if self.training is self:
+            self.compare(facts | sums)
+        else:
+            self.compare(facts | dict([*sums.items()][:1]))  # the policy, which all hold
+            self.training.compare(sums)
+            groups = [group for group in (self.training.group, self.sending) if group is not None]
+        for group in groups:
+            group.on(trainer.model.backend)  # what GPUs need for it is missed here, and not after the first rollout
 
     def compare(self, facts: dict) -> None:
         """ValueError in one line if a fact differs between ranks."""
@@ -177,6 +211,13 @@ class Ranks:
                         f"the ranks differ in {name}: {value!r} on rank 0, {other.get(name)!r} on rank {rank}; give "
                         "each the same model, data, options and kind of device"
                     )
+
+    def tables(self, own: str) -> str:
+        """This rank's plan of memory; where ranks are apart, that of one that trains and of one that draws."""
+        if self.training is self:
+            return own
+        found = self.group.gather_values(own, "plans of memory")
+        return f"of a process that trains:\n{found[0]}\nof a process that draws:\n{found[-1]}"
 
     def busy(self) -> None:
         """Before what keeps all threads of a process waiting: a large file that is read. Until the next collective."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from ..parallel.group import shares
 from .environment import Environment, Made, ToolEnvironment
 from .ranks import Ranks
 from .rewarding import RewardScorer
@@ -18,29 +18,38 @@ Rewarded = tuple[Samples, np.ndarray, np.ndarray]  # completions, rewards (rows,
 
 
 def shared_out(
-    ranks: Ranks, scorer: RewardScorer, places: Sequence[int], draw: Callable[[Sequence[int]], Rewarded], what: str
+    ranks: Ranks,
+    scorer: RewardScorer,
+    places: Sequence[int],
+    draw: Callable[[Sequence[int]], Rewarded],
+    what: str,
+    part: Callable[[], tuple | None] | None = None,
 ) -> Rewarded:
     """draw(places) of all places; each rank draws a run of them, and gets the whole. The samples' groups are numbers
-    within the places that are given.
+    within the places that are given. part: gives what own_part() does, which may have been called before.
 
     A prompt's completions are always one rank's. What rewards record as metrics is put together in the scorer.
     """
     if ranks.size == 1:
         return draw(places)
-    first, last = shares(len(places), ranks.size)[ranks.rank : ranks.rank + 2]
-
-    def work() -> tuple | None:
-        if first == last:
-            return None
-        samples, rewards, by_function = draw(places[first:last])
-        samples = replace(samples, groups=samples.groups + first, environments=_counts(samples.environments))
-        return samples, rewards, by_function, scorer.take_recorded()
-
-    found = [part for part in ranks.each(work, what) if part is not None]
+    parts = ranks.each(part or partial(own_part, ranks, scorer, places, draw), what)
+    found = [one for one in parts if one is not None]
     for *_, recorded in found:
         scorer.add_recorded(recorded)
-    rewards, by_function = (np.concatenate([part[place] for part in found]) for place in (1, 2))
-    return joined([part[0] for part in found]), rewards, by_function
+    rewards, by_function = (np.concatenate([one[place] for one in found]) for place in (1, 2))
+    return joined([one[0] for one in found]), rewards, by_function
+
+
+def own_part(
+    ranks: Ranks, scorer: RewardScorer, places: Sequence[int], draw: Callable[[Sequence[int]], Rewarded]
+) -> tuple | None:
+    """This rank's run of the places, as it is sent to the others; None if it has none."""
+    own = ranks.drawn_here(len(places))
+    if not own:
+        return None
+    samples, rewards, by_function = draw(places[own.start : own.stop])
+    samples = replace(samples, groups=samples.groups + own.start, environments=_counts(samples.environments))
+    return samples, rewards, by_function, scorer.take_recorded()
 
 
 def joined(parts: Sequence[Samples]) -> Samples:

@@ -73,7 +73,7 @@ def make_optimizer(model: Decoder | ValueHead, args, ranks: Ranks | None = None)
     )
 
 
-def share_weights(model: Decoder | ValueHead, zero_stage: int, ranks: Ranks) -> ShardedWeights | None:
+def shard_weights(model: Decoder | ValueHead, zero_stage: int, ranks: Ranks) -> ShardedWeights | None:
     """Prepare a model for ZeRO-3; None for a single rank, a head, and frozen weights beside an adapter: all keep them
     whole.
     """
@@ -122,7 +122,8 @@ def restore(models: dict[str, TrainedModel], arrays: dict, folder: Path) -> dict
         if prefix and not (source.is_dir() and mine):
             raise ValueError(f"{folder} holds no model {name!r}: it was written by a run without one; start a new run")
         load_weights(trained.model, source)
-        trained.optimizer.load_state_dict(mine)
+        if trained.optimizer is not None:  # a rank that does not train has none
+            trained.optimizer.load_state_dict(mine)
     return method
 
 

@@ -93,6 +93,10 @@ class Steps(ABC):
         """Called after every update and after a checkpoint was loaded."""
         return None
 
+    def send_weights(self) -> None:
+        """Every rank has the newest weights afterwards; where each trains, it has them anyway."""
+        return None
+
     def after_update(self) -> None:
         """Called after every update."""
         return None
@@ -155,7 +159,7 @@ class Steps(ABC):
 
         micro_batches: this rank's; the rest is of all ranks.
         """
-        sums, has_gradient = self.ranks.total(
+        sums, has_gradient = self.ranks.training.total(
             lambda gradients: self._passes(micro_batches, in_backward, gradients),
             self.models,
             {name for name in self.models if self.learns(name)},

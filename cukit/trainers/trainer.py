@@ -37,7 +37,7 @@ from .config import TrainerConfig
 from .loop import Run
 from .lora import adapter_of, check_base, put_adapter, with_peft
 from .ranks import Ranks
-from .state import POLICY, TrainedModel, share_weights
+from .state import POLICY, TrainedModel, shard_weights
 from .step import Steps
 
 __all__ = ["Trainer", "TrainerCallback"]
@@ -70,7 +70,7 @@ class Trainer(Steps):
         dtype: str = "auto",
         peft_config: Any = None,
     ):
-        self.ranks = Ranks()
+        self.ranks = Ranks(rollout_gpus=args.num_processes - args.training_processes)
         args = with_peft(args, peft_config, self.head)
         check_packages(args.report_to or [])
         self.args, self.callbacks = args, list(callbacks)
@@ -108,9 +108,9 @@ class Trainer(Steps):
         except DoesNotFit as error:
             raise DoesNotFit(f"{error}; {self.search_options().line()}", error.plan) from None
         for trained in self.models.values():
-            if isinstance(trained.model, Decoder):
+            if isinstance(trained.model, Decoder) and self.plan.level:
                 trained.model.gradient_checkpointing = self.plan.level
-            trained.weights = share_weights(trained.model, args.zero_stage, self.ranks)
+            trained.weights = shard_weights(trained.model, args.zero_stage, self.ranks.training)
         self.global_step, self.num_tokens = 0, 0
         self.evaluations: list[tuple[int, dict]] = []
         self.evaluation_due = False
@@ -158,23 +158,28 @@ class Trainer(Steps):
         return EpochSampler(num_rows, self.args.seed, self.args.shuffle_dataset)
 
     def plan_memory(
-        self, *more: ModelUse, engine: EngineConfig | None = None, step_tokens: int | None = None, **sizes: Any
+        self,
+        *more: ModelUse,
+        engine: EngineConfig | None = None,
+        step_tokens: int | None = None,
+        trains: bool = True,
+        **sizes: Any,
     ) -> Plan:
         """What the run will hold on its device; ValueError if a card has no room for it.
 
         A method with an engine or further models passes them on: super().plan_memory(ModelUse(…), engine=args.engine).
-        step_tokens: the most tokens of an optimizer step. sizes: what plan_memory takes besides (longest_sequence,
-        packed_tokens). Called once, after the rows are prepared.
+        step_tokens: the most tokens of an optimizer step. trains: whether this process trains the policy. sizes: what
+        plan_memory takes besides (longest_sequence, packed_tokens). Called once, after the rows are prepared.
         """
         most = self.args.max_tokens_per_batch
         if step_tokens is not None:
-            if self.args.num_processes > 1:  # a rank's share, to a row
-                step_tokens = min(step_tokens, step_tokens // self.args.num_processes + sizes["longest_sequence"])
+            if (ranks := self.args.training_processes) > 1:  # a rank's share, to a row
+                step_tokens = min(step_tokens, step_tokens // ranks + sizes["longest_sequence"])
             sizes["micro_batches"] = 1 if step_tokens <= most else 2
             most = min(most, step_tokens)
         policy = self.model
         loaded, head = isinstance(policy, Decoder), policy.config.head == "lm_head"
-        trained = ModelUse(POLICY, policy.config, policy.dtype, trained=True, loaded=loaded, head=head)
+        trained = ModelUse(POLICY, policy.config, policy.dtype, trained=trains, loaded=loaded, head=head)
         if found := adapter_of(policy, self.args):
             trained = adapted(trained, *found)
         offloaded = self.args.offload_optimizer and policy.backend.name == "cuda"
@@ -186,7 +191,7 @@ class Trainer(Steps):
             self.model.backend,
             max_tokens_per_batch=most,
             gradient_checkpointing=self.args.gradient_checkpointing,
-            ranks=self.args.num_processes if self.args.zero_stage else 1,
+            ranks=self.args.training_processes if self.args.zero_stage else 1,
             zero_stage=self.args.zero_stage,
             memory_limit=self.args.memory.nbytes,
             **sizes,

@@ -40,7 +40,18 @@ SHARED = dict(
     save_steps=0,
     adam_epsilon=1e-4,  # above rounding, so that Adam does not make it as large as the learning rate
 )
-COLUMNS = ("advantages", "weights", "logprobs", "ref_logprobs", "values", "returns", "chosen", "ids")
+COLUMNS = (
+    "advantages",
+    "weights",
+    "logprobs",
+    "sampled",
+    "corrections",
+    "ref_logprobs",
+    "values",
+    "returns",
+    "chosen",
+    "ids",
+)
 DRAWN = dict(max_completion_length=6, temperature=1.0)
 PROMPTS = [
     {"prompt": [{"role": "user", "content": "+".join(map(str, range(i % 5 + 1)))}], "answer": str(i)} for i in range(12)

@@ -318,7 +318,7 @@ def test_rewards_are_asked_for_where_a_prompt_was_at_first():
         assert samples.groups.tolist() == order.tolist() == samples.texts
         assert rewards.tolist() == by_function[:, 0].tolist() == (order + 10).tolist()
         assert samples.recorded == {"name": [str(place) for place in order]} and kept == {"mean": [0, 1, 2]}
-        assert metrics == {"balance/moved_groups": 3, "time/rollout_wait": 1.0}
+        assert metrics == {"balance/moved_groups": 3, "balance/wait": 1.0}
 
 
 def test_a_model_without_finite_numbers_is_told_of_once_all_have_drawn():

@@ -153,7 +153,7 @@ def close(ours, theirs, case):
 def test_groups_have_moved(case, several):
     rows = read_jsonl(several[0] / case / "run" / "metrics.jsonl")
     assert sum(row.get("balance/moved_groups", 0) for row in rows) > 0
-    assert all(row["time/rollout_wait"] >= 0 for row in rows if "balance/moved_groups" in row)
+    assert all(row["balance/wait"] >= 0 for row in rows if "balance/moved_groups" in row)
 
 
 def test_a_run_repeats_bit_for_bit(several, tmp_path):
