@@ -119,6 +119,7 @@ NOUNS = {
     "device": {"cuda", "numpy"},
     "graph": {"cuda", "numpy", "gpu tests"},
     "memory": {"cuda", "numpy", "gpu tests"},
+    "tensor_parallel": {"ops", "tests"},  # between ranks, of which no shelf knows
 }
 # Files of a shelf that are no noun's: what several nouns use, and what the other shelves do not need.
 HELPERS = {
