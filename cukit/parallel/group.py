@@ -50,6 +50,12 @@ class Group:
         """The group of the same ranks for a backend's arrays."""
         return self
 
+    def part(self, ranks: Sequence[int]) -> Group | None:
+        """The group of some of these ranks, in the order given, in which they count from 0; None for a rank that is not
+        among them. Every rank of this group calls it. Disjoint parts can be made at once: each rank names its own.
+        """
+        return self if list(ranks) == [0] else None
+
 
 def shares(count: int, size: int) -> list[int]:
     """Borders (size + 1) of the ranks' shares of `count` elements: equal where size divides count."""
@@ -89,6 +95,8 @@ class RankedGroup(Group):
 
     def reduce_scatter(self, array: Any, what: str = "reduce_scatter") -> Any:
         flat = flat_view(array)
+        if self.size == 1:  # a part of one rank
+            return flat
         borders = shares(flat.size, self.size)
         longest, most = max(b - a for a, b in zip(borders, borders[1:])), max(CHUNK // self.size, 1)
         for start in range(0, longest, most):

@@ -41,21 +41,26 @@ def start_mpi() -> MPIGroup:
 
 
 class MPIGroup(RankedGroup):
-    """The ranks of an mpi4py communicator."""
+    """The ranks of an mpi4py communicator. Of a part: the group that it is a part of, and its ranks among all."""
 
-    def __init__(self, communicator: Any):
+    def __init__(self, communicator: Any, parent: MPIGroup | None = None, members: tuple[int, ...] | None = None):
         from mpi4py import MPI
 
         self._mpi, self._comm = MPI, communicator
         self.rank, self.size = communicator.Get_rank(), communicator.Get_size()
-        self.watch = Watch(self.rank)  # of nothing, until the ranks know one another
         self.host_name = socket.gethostname()
+        self._on_device: Group | None = None
+        self._members = members
+        self.watch: Watch
+        if parent is not None:
+            self.watch, self.local_rank = parent.watch, parent.local_rank
+            return
+        self.watch = Watch(self.rank)  # of nothing, until the ranks know one another
         facts = self.gather_values(self.watch.facts(), "start")
         here = [place for place, fact in enumerate(facts) if fact["host"] == self.host_name]
         told = local_rank()
         self.local_rank = here.index(self.rank) if told is None else told
         self.watch.begin(facts, self)
-        self._on_device: Group | None = None
 
     def on(self, backend: Any) -> Group:
         if backend.name == "cpu":
@@ -65,6 +70,14 @@ class MPIGroup(RankedGroup):
 
             self._on_device = NCCLGroup(self)
         return self._on_device
+
+    def part(self, ranks: Sequence[int]) -> Group | None:
+        self.barrier("making a group")  # the library's own wait would not notice a rank that is lost
+        inside = self.rank in ranks
+        color = min(ranks) if inside else self._mpi.UNDEFINED
+        communicator = self._comm.Split(color, list(ranks).index(self.rank) if inside else 0)
+        members = range(self.size) if self._members is None else self._members
+        return MPIGroup(communicator, self, tuple(members[rank] for rank in ranks)) if inside else None
 
     def broadcast(self, array: Any, root: int = 0, what: str = "broadcast") -> None:
         sent = _bytes(array)
@@ -102,7 +115,7 @@ class MPIGroup(RankedGroup):
 
     def _wait(self, requests: Sequence, what: str) -> None:
         pause = 0.0
-        with self.watch.waiting(what):
+        with self.watch.waiting(what, self._members):
             while not self._mpi.Request.Testall(requests):
                 self.watch.check()
                 time.sleep(pause)

@@ -1,8 +1,8 @@
 """Looks after the other ranks, so that one that dies or hangs ends the run in one line and not in silence.
 
 Each rank has a file in a folder that all of them see. A thread writes there, every second: a count that moves (the
-rank lives), how many collectives the rank has entered and which one it waits in, and how it ended. The thread of
-another rank reads it. A process of the same host that is gone is seen within a fifth of a second: mpirun ends all
+rank lives), how many collectives of each group the rank has entered, which one it waits in, and how it ended. Another
+rank's thread reads it. A process of the same host that is gone is seen within a fifth of a second: mpirun ends all
 others half a second after one was killed, and the reason has to be on the screen before.
 """
 
@@ -69,6 +69,10 @@ class Peer:
             return self.process is not None and self.process.status() == psutil.STATUS_STOPPED
         return False
 
+    def entered(self, group: str) -> int:
+        """How many collectives of a group it had entered when it wrote last."""
+        return self.record.get("entered", {}).get(group, 0)
+
     def place(self) -> str:
         """Where it was when it wrote last."""
         number, what = self.record.get("number", 0), self.record.get("what")
@@ -86,6 +90,8 @@ class Watch:
         self.folder: Path | None = None
         self.peers: list[Peer] = []
         self._number, self._since = 0, 0.0  # of the collective that was entered last
+        self._members: tuple[int, ...] | None = None  # the ranks that it is of, None: all
+        self._entered: dict[str, int] = {}  # collectives of each group, by its members
         self._what: str | None = None  # its name, while this rank waits in it
         self._ended: str | None = None  # why this rank enters no further collective
         self._left = False  # the process is about to end
@@ -125,10 +131,12 @@ class Watch:
     # ---- the main thread ----
 
     @contextmanager
-    def waiting(self, what: str) -> Iterator[None]:
-        """Around a wait for all ranks."""
+    def waiting(self, what: str, members: tuple[int, ...] | None = None) -> Iterator[None]:
+        """Around a wait for all ranks, or for these."""
+        group = _named(members)
+        self._entered[group] = self._entered.get(group, 0) + 1
+        self._members, self._ended, self._busy = members, None, False
         self._number, self._what, self._since = self._number + 1, what, time.monotonic()
-        self._ended, self._busy = None, False
         yield
         self._what = None
 
@@ -225,14 +233,20 @@ class Watch:
 
     def _misses(self, peer: Peer) -> bool:
         """Whether this rank waits in a collective that a rank which has ended did not enter."""
-        return self._what is not None and peer.record.get("number", 0) < self._number
+        if self._what is None or not self._waits_for(peer):
+            return False
+        group = _named(self._members)
+        return peer.entered(group) < self._entered.get(group, 0)
+
+    def _waits_for(self, peer: Peer) -> bool:
+        return self._members is None or peer.rank in self._members
 
     def _too_long(self) -> None:
         missing = "another rank"
         if self.folder is not None:
             for peer in self.peers:
                 peer.record = _read(self.folder, peer.rank) or peer.record
-            absent = [peer for peer in self.peers if peer.record.get("number", 0) < self._number]
+            absent = [peer for peer in self.peers if self._misses(peer)]
             missing = ", ".join(f"{peer.name}, which is {peer.place()}" for peer in absent) or missing
         self._lose(
             f"{self._what} (collective {self._number}) has waited {self.timeout:.0f} s (ddp_timeout) for {missing}"
@@ -250,13 +264,17 @@ class Watch:
 
     def _write(self) -> None:
         self._beat += 1
-        record = {"beat": self._beat, "number": self._number, "what": self._what, "ended": self._ended}
-        record |= {"runs": self._runs, "left": self._left, "busy": self._busy}
+        record: dict[str, Any] = {"beat": self._beat, "number": self._number, "what": self._what, "ended": self._ended}
+        record |= {"runs": self._runs, "left": self._left, "busy": self._busy, "entered": dict(self._entered)}
         if self.folder is not None:
             with suppress(OSError):  # a rank that cannot write counts as lost, but does not fail by this
                 descriptor = os.open(self.folder / f"rank-{self.rank}", os.O_WRONLY | os.O_CREAT, 0o600)
                 os.write(descriptor, json.dumps(record, ensure_ascii=False).encode("utf-8", "replace").ljust(RECORD))
                 os.close(descriptor)
+
+
+def _named(members: tuple[int, ...] | None) -> str:
+    return "all" if members is None else ",".join(map(str, members))
 
 
 def _make_folder(one_host: bool) -> str:

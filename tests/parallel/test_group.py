@@ -1,5 +1,6 @@
 """Collectives of a group: sums in order of ranks, with the same bits on each; and what finds the group."""
 
+import subprocess
 import sys
 
 import numpy as np
@@ -67,6 +68,22 @@ def test_parts_of_any_length_are_gathered():
         return array.tolist()
 
     assert on_ranks(3, work) == [[0.0] * 3 + [2.0] * 8] * 3
+
+
+def test_parts_are_groups_of_their_own_and_count_from_0():
+    def work(group):
+        pair = group.part([2, 0])
+        own = group.part([0, 3] if group.rank in (0, 3) else [1, 2])
+        array = numbers(group.rank, 97)
+        own.all_reduce(array)
+        return None if pair is None else (pair.rank, pair.gather_values(group.rank)), own.rank, array
+
+    found = on_ranks(4, work)
+    assert [pair for pair, _, _ in found] == [(1, [2, 0]), None, (0, [2, 0]), None]
+    assert [rank for _, rank, _ in found] == [0, 0, 1, 1]
+    for rank, others in ((0, (0, 3)), (3, (0, 3)), (1, (1, 2)), (2, (1, 2))):
+        np.testing.assert_array_equal(found[rank][2], numbers(others[0], 97) + numbers(others[1], 97))
+    assert Group().part([0]).size == 1
 
 
 def test_a_group_of_one_changes_nothing_and_needs_nothing():
@@ -214,8 +231,6 @@ sys.stdout.write(f"rank {g.rank} of {g.size} is done\\n")
 @needs_mpi
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_collectives_over_mpi(ranks, tmp_path):
-    import subprocess
-
     (tmp_path / "collectives.py").write_text(COLLECTIVES)
     root = str(world_module.__file__).rsplit("/cukit/", 1)[0]
     done = subprocess.run(command(ranks, tmp_path / "collectives.py"), capture_output=True, text=True,
@@ -223,3 +238,32 @@ def test_collectives_over_mpi(ranks, tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     for rank in range(ranks):
         assert f"rank {rank} of {ranks} is done" in done.stdout
+
+
+PARTS = """
+import numpy as np
+from cukit.parallel.world import world
+whole = world()
+pair = whole.part([2, 0])
+own = whole.part([0] if whole.rank == 0 else [1, 2])
+array = np.full(1000, 10.0**whole.rank)
+for _ in range(whole.rank + 1):  # the ranks enter different numbers of collectives
+    own.gather_values(0) if own.size == 1 else None
+own.all_reduce(array)
+later = own.part([1]) if own.size == 2 else own
+seen = None if pair is None else (pair.rank, pair.gather_values(whole.rank), pair._members)
+print(whole.rank, own.rank, own.size, array[7], seen, later and (later.rank, later.size), sep="|", flush=True)
+whole.barrier()
+"""
+
+
+@pytest.mark.mpi
+@needs_mpi
+def test_parts_of_an_mpi_world():
+    root = str(world_module.__file__).rsplit("/cukit/", 1)[0]
+    found = subprocess.run(command(3, "-c", PARTS), env=environment(PYTHONPATH=root), capture_output=True, text=True,
+                           timeout=120)  # fmt: skip
+    assert found.returncode == 0, found.stderr
+    assert sorted(found.stdout.split("\n")[:3]) == [
+        "0|0|1|1.0|(1, [2, 0], (2, 0))|(0, 1)", "1|0|2|110.0|None|None", "2|1|2|110.0|(0, [2, 0], (2, 0))|(0, 1)"
+    ]  # fmt: skip

@@ -99,11 +99,26 @@ def test_a_wait_that_is_too_long_names_who_is_missing(seen, monkeypatch, capfd):
     watch.timeout = 60.0
     times = iter([0.0, 30.0, 61.0, 61.0])
     monkeypatch.setattr(watch_module, "time", SimpleNamespace(monotonic=lambda: next(times)))
-    watch._number = 4
+    watch._number, watch._entered = 4, {"all": 4}
     with watch.waiting("gradients"):
         watch.check()
         with pytest.raises(RankLost, match=r"gradients \(collective 5\) has waited 60 s \(ddp_timeout\) for rank 1"):
             watch.check()
+
+
+@pytest.mark.parametrize("members, entered, is_lost", [
+    (None, {"all": 2, "0,1": 9}, True), (None, {"all": 3}, False), ((0, 1), {"all": 9, "0,1": 0}, True),
+    ((0, 1), {"all": 0, "0,1": 1}, False), ((0, 2), {"all": 0}, False),
+])  # fmt: skip
+def test_a_rank_that_has_ended_is_missed_by_the_groups_that_it_is_in(seen, members, entered, is_lost):
+    """Not by a group of other ranks, nor where it entered what is waited in, however many collectives of other groups
+    it has entered.
+    """
+    watch = seen(Process(None), ended="OSError: full", entered=entered)
+    watch._entered = {"all": 2}
+    with watch.waiting("gradients", members):
+        watch._look_at_processes()
+    assert (watch.lost is not None) == is_lost
 
 
 def test_a_record_that_is_half_written_is_passed_over(seen, tmp_path):

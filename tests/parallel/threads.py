@@ -26,6 +26,12 @@ class ThreadGroup(RankedGroup):
         self._barrier.wait()
         return found
 
+    def part(self, ranks):
+        first = self.rank == ranks[0]
+        made = (threading.Barrier(len(ranks), timeout=60), [None] * len(ranks)) if first else None
+        made = self.gather_values(made)[ranks[0]]
+        return ThreadGroup(ranks.index(self.rank), len(ranks), *made) if self.rank in ranks else None
+
     def broadcast(self, array, root=0, what="broadcast"):
         array[...] = self.gather_values(array.copy(), what)[root]
 
