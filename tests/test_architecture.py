@@ -36,7 +36,7 @@ LAYERS = {
     "rewards": {"options", "user_code"},
     "parallel": {"backend", "options"},
     "runs": {"models", "backend", "cukit"},
-    "engine": BELOW_ENGINE | {"tokenizer"},
+    "engine": BELOW_ENGINE | {"tokenizer", "parallel"},
     "trainers": BELOW_ENGINE | BESIDE | {"engine"},
     "bench": BELOW_ENGINE | BESIDE | {"cukit", "engine", "trainers"},
     "commands": BELOW_ENGINE | BESIDE | {"cukit", "engine", "trainers", "bench"},
