@@ -34,7 +34,6 @@ from .scores import adapter_scores, checked_sequences
 from .tensor_parallel import take_tensor
 
 logger = logging.getLogger(__name__)
-
 Checked = list[tuple[np.ndarray, str | None, Any]]  # prompts as check_prompt() gives them, and their adapters
 More = Callable[[list[int], list[Request]], list[tuple]]  # see LLM.run
 
