@@ -35,7 +35,7 @@ def start(size: int) -> str:
     return f"start it with mpirun -n {size}"
 
 
-def least_memory(tensor: TensorParallel | None, backend: Any) -> dict[str, int]:
+def least_memory(tensor: TensorParallel | None, backend: Any) -> dict[str, Any]:
     """free_bytes and total_bytes for plan_memory: those of the rank that has least. Every rank calls it."""
     if tensor is None:
         return {}

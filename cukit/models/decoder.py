@@ -220,6 +220,20 @@ class Decoder(Module):
             shape[axis] = self.config.vocab_size if by_ids else shape[axis] * self.tensor.size
         return tuple(shape)
 
+    @property
+    def num_parameters(self) -> int:
+        """Of the whole model, a tied head once; of an adapter's none."""
+        return sum(math.prod(self.whole_shape(part)) for part in self.store.parts)
+
+    def share_out(self, tensor: TensorParallel) -> "Decoder":
+        """This rank's part of this whole model, in memory of its own."""
+        part = Decoder(self.config, self.backend, self.dtype, self.config.head, tensor)
+        part.limit_vocabulary(self.vocab_size)
+        whole = self.parts()
+        for name, view in part.parts().items():
+            view[...] = whole[name][tensor.own(name, whole[name].shape)]
+        return part
+
     def frozen_copy(self) -> "Decoder":
         """The same weights in memory of their own, never trained: a reference model."""
         copy = Decoder(self.config, self.backend, self.dtype, self.config.head, self.tensor)

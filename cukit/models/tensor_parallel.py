@@ -99,6 +99,18 @@ class TensorParallel:
             for parameter, start, stop in zip(found, places, places[1:]):
                 parameter.grad[...] = flat[start:stop]
 
+    def sum_of_squares(self, store: Any, pieces: int) -> float:
+        """Of the whole model's gradients, the same bits on every rank: what ranks share out is added up in order of
+        ranks, and what each holds whole counts once.
+        """
+        be, shared = store.backend, store.shared_out
+        found = [bucket for bucket in store.buckets if bucket.grad is not None]
+        own, whole = (
+            be.sum_in_order(be.sums_of_squares([one.grad for one in found if (one in shared) is flag], pieces))
+            for flag in (True, False)
+        )
+        return whole + sum(self.group.gather_values(own, "gradient norm"))
+
 
 class ByRows(Linear):
     """A linear layer of which each rank holds rows: it takes what every rank holds, and gives its own columns."""

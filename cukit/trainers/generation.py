@@ -81,7 +81,7 @@ class Generation(ABC):
         trainer = self.trainer
         rows = [trainer.train_rows[data_rows[group]][0] for group in samples.groups]
         with trainer.timer("reward"), trainer.interruptible():
-            return trainer.scorer(rows, samples, trainer.tokenizer)
+            return trainer.ranks.once(lambda: trainer.scorer(rows, samples, trainer.tokenizer), "rewards")
 
     def rewarded(self, data_rows: list[int], samples: Samples, rewards, by_function) -> Drawn:
         """Count the tokens, and warn of what most often makes a run learn nothing."""

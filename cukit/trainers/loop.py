@@ -7,6 +7,7 @@ import shlex
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from ..models.weights import whole_model
 from ..runs import checkpoint
 from ..runs.evaluations import drop_later_evaluations
 from ..runs.folder import RunLock, leave_run_folder, open_run_folder, write_run_config
@@ -308,8 +309,8 @@ class Run:
 
     @property
     def _sharded(self) -> bool:
-        """Whether no rank holds all of the optimizers' states."""
-        return self.trainer.args.zero_stage > 0 and self.ranks.size > 1
+        """Whether no rank holds all of the weights and the optimizers' states."""
+        return (self.trainer.args.zero_stage > 0 and self.ranks.size > 1) or self.ranks.tensor is not None
 
     def save_checkpoint(self, alone: bool = False) -> Path:
         """Write checkpoint-N of the finished steps, and delete the oldest beyond save_total_limit. The first rank
@@ -320,18 +321,20 @@ class Run:
         folder = checkpoint.checkpoint_folder(self.folder, trainer.global_step)
 
         def write():
-            return self._write_checkpoint(folder, arrays, values) if self.ranks.is_first else None
+            return self._write_checkpoint(folder, models, arrays, values) if self.ranks.is_first else None
 
         arrays, values = trainer.method_state()
+        models = {name: one.model for name, one in trainer.models.items()}
         if self.ranks.is_first or self._sharded:
-            arrays = state_arrays(trainer.models, arrays)  # with ZeRO-1 it is gathered from all ranks
+            arrays = state_arrays(trainer.models, arrays)  # gathered from all ranks, where each has a part
+            models = {name: whole_model(model) for name, model in models.items()}
         if problem := write() if alone else self.ranks.first(write, "saving"):
             raise problem
         self.saved_step, self._unsaved = trainer.global_step, False
         trainer.call("on_save", folder)
         return folder
 
-    def _write_checkpoint(self, folder: Path, arrays: dict, values: dict) -> checkpoint.SaveError | None:
+    def _write_checkpoint(self, folder: Path, models: dict, arrays: dict, values: dict) -> checkpoint.SaveError | None:
         trainer = self.trainer
         state = {
             "global_step": trainer.global_step,
@@ -346,11 +349,11 @@ class Run:
         try:
             checkpoint.save_checkpoint(
                 folder,
-                trainer.model,
+                models.pop(POLICY),
                 trainer.tokenizer,
                 arrays,
                 state,
-                others={name: trained.model for name, trained in trainer.models.items() if name != POLICY},
+                others=models,
             )
         except checkpoint.SaveError as error:
             return error

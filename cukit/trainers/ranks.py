@@ -15,23 +15,33 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ..models.store import PIECES, Store
+from ..parallel.config import TensorOptions
 from ..parallel.group import Group, RankLost
 from ..parallel.world import world
 from ..runs.progress import Progress
 from ..runs.signals import RunStopped
+from .tensor_parallel import divided
 from .zero import ShardedAdamW
 
 T = TypeVar("T")
 Sums = dict[str, Any]
 
 
-class Ranks:
-    """The ranks of a run. group: default: all processes that the launcher started."""
+class FailedElsewhere(OSError):
+    """What one of the ranks that share a model did for all of them has failed; the message says which, and why."""
 
-    def __init__(self, group: Group | None = None):
-        self.group = world() if group is None else group
+
+class Ranks:
+    """The ranks of a run. everyone: default: all processes that the launcher started. options: how many of them share a
+    model; such ranks do all work of one rank together, and `rank` and `size` count them as one.
+    """
+
+    def __init__(self, everyone: Group | None = None, options: TensorOptions | None = None):
+        self.world = world() if everyone is None else everyone
+        self.group, self.tensor = divided(self.world, options)
         self.rank, self.size = self.group.rank, self.group.size
-        self.is_first = self.rank == 0  # it writes files and talks to the user
+        self.several = self.world.size > 1
+        self.is_first = self.world.rank == 0  # it writes files and talks to the user
         self._alone = False
 
     # ---- work that is shared out ----
@@ -42,28 +52,26 @@ class Ranks:
         If it raises on any rank, all ranks end: the rank itself with its own error, the others with RankLost, which
         names it; or all with RunStopped where a rank was asked to stop.
         """
-        if self.size == 1:
+        if not self.several:
             return [work()]
-        value, error = None, None
-        try:
+
+        def alone() -> T | None:
             with self._being_alone():
                 value = work()
-        except RankLost:
-            raise
-        except (Exception, RunStopped) as raised:
-            error = raised
-        state = None if error is None else (isinstance(error, RunStopped), f"{type(error).__name__}: {error}"[:500])
-        found = self.group.gather_values((state, value), what)
-        states = [(rank, *state) for rank, (state, _) in enumerate(found) if state is not None]
-        failed = [(rank, text) for rank, is_stop, text in states if not is_stop]
-        if error is not None and not (failed and isinstance(error, RunStopped)):
-            raise error
-        if failed:
-            rank, text = failed[0]
-            raise RankLost(f"rank {rank} failed in {what}: {text}")
-        if states:
-            raise RunStopped
-        return [value for _, value in found]
+            return value if self.tensor is None or self.tensor.rank == 0 else None  # the same on all of them
+
+        found = _together(self.world, alone, what, RankLost)
+        return found[:: self.world.size // self.size]  # type: ignore[return-value]
+
+    def once(self, work: Callable[[], T], what: str) -> T:
+        """What work() gives, which calls a user's code: of ranks that share a model the first one alone calls it, and
+        all get it.
+        """
+        if self.tensor is None:
+            return work()
+        is_first = self.tensor.rank == 0
+        found = _together(self.tensor.group, lambda: work() if is_first else None, what, FailedElsewhere)
+        return found[0]  # type: ignore[return-value]
 
     def first(self, work: Callable[[], T], what: str) -> T:
         """What work() gives on the first rank, which alone calls it; on every rank."""
@@ -71,7 +79,9 @@ class Ranks:
 
     def any(self, flag: bool) -> bool:
         """Whether any rank says so; alone, this one."""
-        return flag if self.size == 1 or self._alone else any(self.group.gather_values(flag, "stop"))
+        if self._alone:  # but for those that share its model
+            return flag if self.tensor is None else any(self.tensor.group.gather_values(flag, "stop"))
+        return any(self.world.gather_values(flag, "stop")) if self.several else flag
 
     def share(self, lengths: Sequence[int] | np.ndarray) -> tuple[int, int]:
         """(first, last + 1) of the rows of these lengths that are this rank's: a run of about as many tokens each."""
@@ -91,7 +101,7 @@ class Ranks:
             self.group.on(backend).all_gather(column, [int(border) for border in borders], "columns")
 
     def barrier(self, what: str) -> None:
-        self.group.barrier(what)
+        self.world.barrier(what)
 
     @contextmanager
     def _being_alone(self) -> Iterator[None]:
@@ -112,7 +122,7 @@ class Ranks:
         """(sums, was there a gradient) of an optimizer batch of which work() does this rank's passes; afterwards every
         rank holds the gradients of the whole batch.
         """
-        if self.size == 1:
+        if not self.several:
             return work()
 
         def passes() -> tuple[Sums, bool, dict]:
@@ -120,7 +130,7 @@ class Ranks:
             return sums, has_gradient, {name: _reached(one.model.trained_store) for name, one in models.items()}
 
         found = self.each(passes, "training")
-        for name, one in models.items():
+        for name, one in models.items() if self.size > 1 else ():
             reached = np.any([flags[name] for _, _, flags in found], axis=0)
             sharded = isinstance(one.optimizer, ShardedAdamW)
             self.add_gradients(one.model.trained_store, reached, fast, sharded)
@@ -149,7 +159,7 @@ class Ranks:
         """ValueError in one line unless all ranks are about to do the same with the same weights. advice: the end of
         what is said of a rank that is lost.
         """
-        if self.size == 1:
+        if not self.several:
             return
         self.watch.timeout, self.watch.advice = trainer.args.ddp_timeout, advice
         facts = {name: value for name, value in trainer.run_config().items() if name != "output_dir"}
@@ -159,35 +169,60 @@ class Ranks:
 
     def compare(self, facts: dict) -> None:
         """ValueError in one line if a fact differs between ranks."""
-        everyone = self.group.gather_values(facts, "start of the run")
+        everyone, parts = self.world.gather_values(facts, "start of the run"), self.world.size // self.size
         for rank, other in enumerate(everyone):
-            for name, value in everyone[0].items():
+            for name, value in everyone[rank % parts].items():
                 if other.get(name) != value:
                     raise ValueError(
-                        f"the ranks differ in {name}: {value!r} on rank 0, {other.get(name)!r} on rank {rank}; give "
-                        "each the same model, data, options and kind of device"
+                        f"the ranks differ in {name}: {value!r} on rank {rank % parts}, {other.get(name)!r} on rank "
+                        f"{rank}; give each the same model, data, options and kind of device"
                     )
 
     def busy(self) -> None:
         """Before what keeps all threads of a process waiting: a large file that is read. Until the next collective."""
-        if self.size > 1:
+        if self.several:
             self.watch.busy()
 
     def progress(self, total_steps: int, label: str, start_step: int) -> Progress:
         """The display of a run: plain lines of the first rank, since mpirun shows each process a terminal, whatever
         there is.
         """
-        live = False if self.size > 1 else None
+        live = False if self.several else None
         return Progress(total_steps, label, start_step, live, silent=not self.is_first)
 
     def end(self, error: BaseException | None) -> None:
         """At the end of a run: no rank goes on before the first one has written everything."""
-        if self.size > 1:
+        if self.several:
             self.barrier("end of the run") if error is None else self.watch.end_run(error, self.is_first)
 
     @property
     def watch(self) -> Any:
-        return self.group.watch  # type: ignore[attr-defined]
+        return self.world.watch  # type: ignore[attr-defined]
+
+
+def _together(group: Group, work: Callable[[], T], what: str, elsewhere: type[OSError]) -> list[T]:
+    """What work() gives on each rank of a group. If it raises on any, all raise: the rank its own error, the others
+    `elsewhere`; or all RunStopped.
+    """
+    value, error = None, None
+    try:
+        value = work()
+    except RankLost:
+        raise
+    except (Exception, RunStopped) as raised:
+        error = raised
+    state = None if error is None else (isinstance(error, RunStopped), f"{type(error).__name__}: {error}"[:500])
+    found = group.gather_values((state, value), what)
+    states = [(rank, *state) for rank, (state, _) in enumerate(found) if state is not None]
+    failed = [(rank, text) for rank, is_stop, text in states if not is_stop]
+    if error is not None and not (failed and isinstance(error, RunStopped)):
+        raise error
+    if failed:
+        rank, text = failed[0]
+        raise elsewhere(f"rank {rank} failed in {what}: {text}")
+    if states:
+        raise RunStopped
+    return [value for _, value in found]
 
 
 def merged(parts: Iterable[Sums]) -> Sums:

@@ -25,7 +25,7 @@ def shared_out(
 
     A prompt's completions are always one rank's. What rewards record as metrics is put together in the scorer.
     """
-    if ranks.size == 1:
+    if not ranks.several:
         return draw(places)
     first, last = shares(len(places), ranks.size)[ranks.rank : ranks.rank + 2]
 

@@ -153,6 +153,9 @@ class Steps(ABC):
         sums, has_gradient = self.ranks.total(
             lambda: self._passes(micro_batches, in_backward), self.models, self.args.fast_reduction
         )
+        for one in self.models.values():
+            if (store := one.model.trained_store).tensor is not None:
+                store.tensor.complete_gradients(store)
         return float(sums.pop("loss", 0.0)), sums, has_gradient
 
     def _passes(self, micro_batches: list, in_backward: UpdateInBackward | None) -> tuple[dict, bool]:
