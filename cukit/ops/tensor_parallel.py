@@ -15,15 +15,19 @@ SMALL = 1 << 20  # bytes up to which every rank gathers all parts of a sum and a
 
 
 def add_up(array, ranks, what: str = "sum of a layer"):
-    """array = the sum of the ranks' arrays, in place, in order of ranks; the way there changes no bit."""
+    """array = the sum of the ranks' arrays, in place, in order of ranks, of half types in float32; how it is made
+    changes no bit.
+    """
     if array.nbytes > SMALL or not array.size:
         ranks.all_reduce(array, what)
         return array
-    parts = backend_of(array).empty((ranks.size, *array.shape), array.dtype)
+    be = backend_of(array)
+    parts = be.empty((ranks.size, *array.shape), array.dtype)
     parts[ranks.rank] = array
     ranks.all_gather(parts.reshape(-1), what=what)
-    total = parts[0] + parts[1]
-    for more in parts[2:]:
+    wide = parts.astype(be.accumulator(array.dtype), copy=False)
+    total = wide[0] + wide[1]
+    for more in wide[2:]:
         total += more
     array[...] = total
     return array
@@ -108,19 +112,20 @@ def embedding_of_ranks(table: Parameter, ids, first: int, ranks) -> Tensor:
     """
     be, rows = table.backend, table.shape[0]
     places = ids - first
-    elsewhere = (places < 0) | (places >= rows)
+    here = (places >= 0) & (places < rows)
     places %= rows  # of rows elsewhere any will do, and many different ones are added to faster than one
 
     def rule(dy):
         if (dtable := table.grad_buffer()) is not None:
-            be.embedding_backward(dtable, _without(dy.copy(), elsewhere), places)
+            be.embedding_backward(dtable, _only(dy.copy(), here), places)
         return (None,)
 
-    found = _without(be.embedding_forward(table.data, places), elsewhere)
+    found = _only(be.embedding_forward(table.data, places), here)
     return record(add_up(found, ranks, "embedding"), (table,), rule)
 
 
-def _without(array, rows):
-    """The array with zeros in the rows that are marked."""
-    array[rows] = 0
+def _only(array, rows):
+    """The array with zeros but for the marked rows, whatever stood there."""
+    bits = array.view(f"u{array.itemsize}")
+    bits *= rows.astype(bits.dtype)[:, None]
     return array

@@ -69,6 +69,11 @@ def flat_view(array: Any) -> Any:
     return array.reshape(-1)
 
 
+def _wide(array: Any) -> Any:
+    """Numbers for a sum: half types in float32, so that the sum is rounded once."""
+    return array.astype("float32") if array.itemsize == 2 else array
+
+
 class RankedGroup(Group):
     """Several ranks: the sums, in order of ranks, by means of an exchange of arrays between each two ranks."""
 
@@ -104,9 +109,9 @@ class RankedGroup(Group):
             own = parts[self.rank]
             found = [own if rank == self.rank else self._empty_like(own) for rank in range(self.size)]
             self._swap(parts, found, what)
-            total = found[0] + found[1]
+            total = _wide(found[0]) + _wide(found[1])
             for more in found[2:]:
-                total += more
+                total += _wide(more)
             own[...] = total
         return flat[borders[self.rank] : borders[self.rank + 1]]
 
