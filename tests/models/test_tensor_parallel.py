@@ -4,6 +4,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from parallel import in_order
+from parallel.threads import together
 
 from cukit.autograd import Tensor
 from cukit.backend import backend_for
@@ -18,8 +20,6 @@ from cukit.models.scores import sequence_scores
 from cukit.models.tensor_parallel import TensorParallel
 from cukit.models.weights import load_model, save_model, whole_model, whole_parts
 from cukit.optim import AdamW
-
-from ..parallel.threads import together
 
 CPU = backend_for("cpu")
 BASE = {"hidden_size": 12, "intermediate_size": 18, "num_hidden_layers": 2, "num_attention_heads": 6,
@@ -108,19 +108,10 @@ def test_scores_are_those_of_one_rank():
 # ---- invariant mode ----
 
 
-def in_order_product(x, w, bias=None):
-    """y = x wᵀ + bias, each element added up in order, whatever the shapes: as kernels/linear.cu does."""
-    wide = CPU.accumulator(x.dtype)
-    y = np.zeros((len(x), len(w)), wide)
-    for column in range(x.shape[1]):
-        y += x[:, column : column + 1].astype(wide) * w[:, column].astype(wide)
-    return (y if bias is None else y + bias).astype(x.dtype)
-
-
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
 def test_in_invariant_mode_no_bit_depends_on_the_number_of_ranks(dtype, monkeypatch):
     """With a product whose bits do not depend on the weight's rows; the other mode has other bits."""
-    monkeypatch.setattr(CPU, "linear_forward", in_order_product)
+    in_order.use_it(monkeypatch)
 
     def logprobs(model):
         found = target_logprobs(model, SEQUENCES, WANTED)

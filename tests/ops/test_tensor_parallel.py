@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from parallel.threads import together
 
 from cukit.autograd import Parameter, Tensor, backward
 from cukit.backend import backend_for
@@ -14,8 +15,6 @@ from cukit.ops.tensor_parallel import (
     gather_columns,
     sum_over_ranks,
 )
-
-from ..parallel.threads import together
 
 DTYPES = [np.float32, np.float64, backend_for("cpu").dtype_of("bfloat16"), np.float16]
 
