@@ -8,6 +8,7 @@ import statistics
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -53,13 +54,14 @@ def make_step(options: TrainBench, subject: Subject, scale: float) -> Step:
             f"completion={completion} must be below tokens_per_row={length}: nothing precedes a row's first token"
         )
     check_length(subject, length, "lower --tokens_per_row or --scale")
-    tokens = np.random.default_rng(options.seed + launched_rank()).integers(
+    sharing = options.parallel.tensor_parallel_size
+    tokens = np.random.default_rng(options.seed + launched_rank() // sharing).integers(
         0, subject.config.vocab_size, (rows, length)
     )
     mask = np.tile(np.arange(length) >= length - completion, rows)
     batch = PackedBatch.build(list(tokens), mask).to(subject.backend)
     parts = batch.micro_batches(0, options.max_tokens_per_batch or rows * length)
-    everyone = num_processes()
+    everyone = num_processes() // sharing
     return Step(parts, rows * length * everyone, rows * completion * everyone)
 
 
@@ -69,7 +71,8 @@ def run(options: TrainBench) -> dict:
     before = memory_in_use(subject.backend)
     scale = scale_of(options, subject)
     step = make_step(options, subject, scale)
-    model = build_model(subject, options.seed, options.lora)
+    ranks = Ranks(options=options.parallel)
+    model = build_model(subject, options.seed, options.lora, ranks.tensor)
     report = new_report("train", subject, options) | {"scale": scale, "micro_batches": len(step.micro_batches)}
     report["processes"] = num_processes()
     rows = report["rows"]
@@ -86,7 +89,7 @@ def run(options: TrainBench) -> dict:
         "optimizer_in_bwd=true updates a layer before the gradients of several processes are added up; leave it out",
     )
     offload = states.offload_optimizer and subject.backend.name != "cpu"
-    ranks, kind = Ranks(), AdamW
+    kind: Any = AdamW
     if options.parallel.zero_stage and ranks.size > 1:
         kind = partial(ShardedAdamW, group=ranks.group.on(subject.backend), host=ranks.group)
     optimizer = kind(model.trained_store, LEARNING_RATE, state_form=states.optimizer_state, offload=offload)
@@ -173,6 +176,8 @@ def _train(
     if ranks is not None and parallel is not None and ranks.size > 1:
         reached = np.array([parameter.grad is not None for parameter in model.trained_store.parameters])
         ranks.add_gradients(model.trained_store, reached, parallel.fast_reduction, parallel.zero_stage > 0)
+    if model.tensor is not None:
+        model.tensor.complete_gradients(model.trained_store)
     if update is None:
         optimizer.step()
     else:
