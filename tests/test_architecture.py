@@ -119,14 +119,13 @@ NOUNS = {
     "device": {"cuda", "numpy"},
     "graph": {"cuda", "numpy", "gpu tests"},
     "memory": {"cuda", "numpy", "gpu tests"},
-    "tensor_parallel": {"ops", "tests"},  # between ranks, of which no shelf knows
 }
 # Files of a shelf that are no noun's: what several nouns use, and what the other shelves do not need.
 HELPERS = {
     "kernels": set(),
     "cuda": set("checked compile constants cublas exact loader nccl pool verdicts versions".split()),
     "numpy": {"attention_core", "threads"},
-    "ops": {"elementwise"},
+    "ops": {"elementwise", "tensor_parallel"},
 }
 # Functions of ops/ with options of their own, in place of their forward passes' arguments.
 OTHER_ARGUMENTS = {"adapter", "policy_loss", "ppo_loss"}

@@ -101,6 +101,21 @@ def load_model(
         expected["lm_head.weight"] = targets[EMBEDDING]
     shapes = {name: model.whole_shape(name if name in targets else EMBEDDING) for name in expected}
     _check_names_and_shapes(folder, sources, shapes, codes)
+    _read_all(model, targets, sources, codes, shapes)
+    _check_finite(folder, model)
+    if expected.keys() != targets.keys():
+        head, embedding = (_read_tensor(sources[name][0], name) for name in ("lm_head.weight", EMBEDDING))
+        if not np.array_equal(head, embedding):
+            raise ValueError(
+                f"{folder}: lm_head.weight differs from the embedding although tie_word_embeddings is true; "
+                "set it to false in config.json"
+            )
+    return model
+
+
+def _read_all(model: Decoder, targets: dict, sources: dict, codes: dict, shapes: dict) -> None:
+    """Fill the targets, views of the model's parts, file by file; of parts that ranks share out, this one's share."""
+    backend, config, tensor = model.backend, model.config, model.tensor
     for path in {path: None for path, _, _ in sources.values()}:
         with safe_open(path, framework="np") as file:
             for name in file.keys():
@@ -115,22 +130,18 @@ def load_model(
                     _fill(backend, targets[name], file.get_tensor(name))
                 else:
                     _fill(backend, targets[name], file.get_slice(name)[tensor.own(name, shapes[name])])
+
+
+def _check_finite(folder, model: Decoder) -> None:
+    """ValueError on every rank, with the weights of all."""
     wrong = model.store.non_finite()
-    if tensor is not None:
-        wrong = sum(tensor.group.gather_values(wrong, "loading"), [])
+    if model.tensor is not None:
+        wrong = list(dict.fromkeys(sum(model.tensor.group.gather_values(wrong, "loading"), [])))
     if wrong:
         raise ValueError(
             f"{folder}: weights are not finite in {model.dtype}: {'; '.join(wrong)}; load an earlier checkpoint, or in "
             "another dtype if the file's own numbers are finite"
         )
-    if expected.keys() != targets.keys():
-        head, embedding = (_read_tensor(sources[name][0], name) for name in ("lm_head.weight", EMBEDDING))
-        if not np.array_equal(head, embedding):
-            raise ValueError(
-                f"{folder}: lm_head.weight differs from the embedding although tie_word_embeddings is true; "
-                "set it to false in config.json"
-            )
-    return model
 
 
 def _fp8_codes(folder, config: ModelConfig, sources: dict) -> dict[str, tuple[Path, str]]:

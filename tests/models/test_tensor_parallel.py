@@ -21,6 +21,8 @@ from cukit.models.tensor_parallel import TensorParallel
 from cukit.models.weights import load_model, save_model, whole_model, whole_parts
 from cukit.optim import AdamW
 
+from .fp8_folders import make_folder
+
 CPU = backend_for("cpu")
 BASE = {"hidden_size": 12, "intermediate_size": 18, "num_hidden_layers": 2, "num_attention_heads": 6,
         "num_key_value_heads": 6, "head_dim": 4, "max_position_embeddings": 32, "vocab_size": 23,
@@ -180,6 +182,22 @@ def test_a_rank_reads_and_holds_its_share_alone(tmp_path, monkeypatch):
     assert first["model.layers.1.self_attn.o_proj.weight"] == (12, 12)
     assert first["model.layers.1.mlp.gate_proj.weight"] == (9, 12)
     assert first["model.norm.weight"] == (12,)
+
+
+def test_folders_with_fp8_weights_are_shared_out(tmp_path):
+    make_folder(tmp_path / "model", "block", block=(16, 16))
+    whole = load_model(tmp_path / "model", dtype="float32").parts()
+
+    def work(group):
+        tensor = TensorParallel(group)
+        return {
+            name: (view, whole[name][tensor.own(name, whole[name].shape)])
+            for name, view in load_model(tmp_path / "model", dtype="float32", tensor=tensor).parts().items()
+        }
+
+    for parts in together(2, work):
+        for view, right in parts.values():
+            np.testing.assert_array_equal(view, right)
 
 
 def test_weights_that_are_not_finite_are_named_on_every_rank(tmp_path):
