@@ -55,7 +55,7 @@ def chat(values: dict[str, Any]) -> None:
     if found is None:
         return
     llm, options, prompt = found
-    if sys.stdin.isatty():
+    if sys.stdin.isatty() and options.tensor_parallel_size == 1:
         Chat(llm, options).converse(prompt)
     elif prompt is not None:
         say(Chat(llm, options).answer(prompt))
