@@ -1,6 +1,7 @@
 """What a trainer does as one of several ranks; on its own it does none of it.
 
-Every rank runs the same program on the same data, and holds the same weights. What costs time is shared out: prompts
+Every rank runs the same program on the same data, and holds the same weights (tensor_parallel.py: or the same part of
+them, and what is said of a rank here holds of the ranks that share a model). What costs time is shared out: prompts
 are drawn and rewarded, rows are trained on and evaluated by one rank each; what comes of it is gathered, and everything
 that follows from it (advantages, weights of tokens, metrics) is computed by each rank from the whole. So N ranks do
 what one rank does with the same batch, but for the order in which sums are added up.
@@ -165,7 +166,8 @@ class Ranks:
         facts = {name: value for name, value in trainer.run_config().items() if name != "output_dir"}
         facts |= {"device": trainer.model.backend.name, "rows": len(trainer.train_rows)}
         self.compare(facts | {f"weights of {name}": _sum_of_weights(one.model) for name, one in trainer.models.items()})
-        self.group.on(trainer.model.backend)  # what GPUs need for it is missed here, and not after the first rollout
+        if self.size > 1:
+            self.group.on(trainer.model.backend)  # what GPUs need for it is missed here, not after the first rollout
 
     def compare(self, facts: dict) -> None:
         """ValueError in one line if a fact differs between ranks."""
