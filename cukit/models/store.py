@@ -137,11 +137,8 @@ class Store:
         self.backend, self.tensor = backend, tensor
         self.parameters = list(parameters.values())
         self.parts = parts or {name: (parameter, slice(None)) for name, parameter in parameters.items()}
-        shared_out = (
-            set()
-            if tensor is None
-            else {id(self.parts[name][0]) for name in self.parts if tensor.axis_of(name) is not None}
-        )
+        names = [] if tensor is None else [name for name in self.parts if tensor.axis_of(name) is not None]
+        shared_out = {id(self.parts[name][0]) for name in names}
         groups: dict = {}
         for name, parameter in parameters.items():
             parameter.name = name

@@ -103,13 +103,12 @@ class TensorParallel:
         """Of the whole model's gradients, the same bits on every rank: what ranks share out is added up in order of
         ranks, and what each holds whole counts once.
         """
-        be, shared = store.backend, store.shared_out
-        found = [bucket for bucket in store.buckets if bucket.grad is not None]
-        own, whole = (
-            be.sum_in_order(be.sums_of_squares([one.grad for one in found if (one in shared) is flag], pieces))
-            for flag in (True, False)
-        )
-        return whole + sum(self.group.gather_values(own, "gradient norm"))
+        be, sums = store.backend, []
+        for shared_out in (True, False):
+            found = [bucket for bucket in store.buckets if (bucket in store.shared_out) is shared_out]
+            grads = [bucket.grad for bucket in found if bucket.grad is not None]
+            sums.append(be.sum_in_order(be.sums_of_squares(grads, pieces)) if grads else 0.0)
+        return sum(self.group.gather_values(sums[0], "gradient norm")) + sums[1]
 
 
 class ByRows(Linear):

@@ -286,6 +286,8 @@ def test_an_adapters_folder_is_refused(tmp_path):
     def refused(group):
         with pytest.raises(ValueError, match="merge the adapter first"):
             load_model(tmp_path / "adapter", tensor=TensorParallel(group))
+        with pytest.raises(ValueError, match="an adapter is of a whole model"):
+            Adapter(model_of(TensorParallel(group)), AdapterConfig(2, 4, ("q_proj",)))
 
     together(2, refused)
 

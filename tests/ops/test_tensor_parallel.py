@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 from parallel.threads import together
 
-from cukit.autograd import Parameter, Tensor, backward
+from cukit.autograd import Parameter, Remade, Tensor, backward, remaking
 from cukit.backend import backend_for
-from cukit.ops import linear, tensor_parallel
+from cukit.ops import linear, rms_norm, tensor_parallel
 from cukit.ops.tensor_parallel import (
     Columns,
     add_up,
@@ -83,6 +83,18 @@ def test_two_products_and_their_gradients_are_those_of_one_rank(size, invariant)
     for found in together(size, lambda group: mlp(x, first, last, group, invariant)):
         for one, right in zip(found, truth):
             np.testing.assert_allclose(one, right, rtol=1e-13, atol=1e-13)
+
+
+def test_what_is_made_again_is_not_kept_for_a_product_of_ranks():
+    x, w = Tensor(drawn(0, 3, 4), requires_grad=True), Parameter(drawn(1, 4))
+
+    def work(group):
+        with remaking(True):
+            y = rms_norm(x, w)
+            gathered = gather_columns(y, Columns(group, (0, 4, 8)))
+            return copy_to_ranks(y, group).saved is y.saved, isinstance(gathered.saved, Remade)
+
+    assert together(2, work) == [(True, True)] * 2
 
 
 def test_rows_of_a_table_come_from_the_rank_that_has_them_and_so_do_gradients_go():
