@@ -6,7 +6,7 @@ from parallel.threads import together
 
 from cukit.autograd import Parameter, Remade, Tensor, backward, remaking
 from cukit.backend import backend_for
-from cukit.ops import linear, rms_norm, tensor_parallel
+from cukit.ops import linear, rms_norm
 from cukit.ops.tensor_parallel import (
     Columns,
     add_up,
@@ -15,6 +15,7 @@ from cukit.ops.tensor_parallel import (
     gather_columns,
     sum_over_ranks,
 )
+from cukit.parallel import group as group_module
 
 DTYPES = [np.float32, np.float64, backend_for("cpu").dtype_of("bfloat16"), np.float16]
 
@@ -27,7 +28,7 @@ def drawn(seed, *shape):
 def test_a_sum_has_the_same_bits_either_way_and_half_types_are_rounded_once(dtype, monkeypatch):
     parts = [(drawn(rank, 7, 5) * 10.0**rank).astype(dtype) for rank in range(3)]
     small = together(3, lambda group: add_up(parts[group.rank].copy(), group))
-    monkeypatch.setattr(tensor_parallel, "SMALL", 0)
+    monkeypatch.setattr(group_module, "SMALL", 0)
     large = together(3, lambda group: add_up(parts[group.rank].copy(), group))
     wide = np.float64 if dtype == np.float64 else np.float32
     truth = ((parts[0].astype(wide) + parts[1].astype(wide)) + parts[2].astype(wide)).astype(dtype)
