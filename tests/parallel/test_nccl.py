@@ -195,6 +195,15 @@ def test_every_call_is_after_the_work_before_it_and_before_what_follows(library)
     assert on_gpus(2, work) == [["wait", "record"]] * 2
 
 
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_small_sum_is_one_launch(size, library):
+    def work(group):
+        group.all_reduce(device(np.zeros(4, np.float32)))
+        return group._link._stream.log
+
+    assert on_gpus(size, work) == [["wait", "record"]] * size
+
+
 def test_two_ranks_on_one_gpu_are_refused(library):
     with pytest.raises(ValueError, match=r"ranks 0 and 2 use the same GPU \(0000:0 of here\): start one process a GPU"):
         on_gpus(3, lambda group: None, place=lambda rank: f"0000:{rank % 2}")

@@ -5,6 +5,7 @@ from threading import get_ident
 import numpy as np
 import pytest
 
+from cukit.parallel import group as group_module
 from cukit.parallel.config import ParallelOptions, TensorOptions
 from cukit.parallel.group import Group, RankLost
 from cukit.runs.signals import RunStopped
@@ -14,7 +15,7 @@ from cukit.trainers.ranks import FailedElsewhere, Ranks
 from cukit.trainers.tensor_parallel import divided
 
 from . import run_trainer
-from .threads import on_ranks, together
+from .threads import ThreadGroup, on_ranks, together
 
 PAIRS = TensorOptions(tensor_parallel_size=2)
 
@@ -203,3 +204,17 @@ def test_two_threads_that_share_a_model_train_as_one_does(method, as_world, monk
         assert name not in partly or (partly[name] == gradients[name]).all(), name
     for name in ("loss", "grad_norm"):
         assert last[name] == other[name] == pytest.approx(truth[name], rel=1e-10)
+
+
+def test_a_small_sum_is_one_exchange_and_a_large_one_is_two(monkeypatch):
+    def exchanges(group):
+        group.all_reduce(np.zeros(group_module.SMALL // 4, np.float32))
+        before = len(calls)
+        group.barrier()
+        group.all_reduce(np.zeros(group_module.SMALL // 4 + 1, np.float32))
+        return before
+
+    calls, swap = [], ThreadGroup._swap
+    monkeypatch.setattr(ThreadGroup, "_swap", lambda self, *given: (calls.append(1), swap(self, *given))[1])
+    assert max(together(2, exchanges)) == 2
+    assert len(calls) == 2 + 4
