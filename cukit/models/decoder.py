@@ -99,8 +99,7 @@ class Decoder(Module):
         if tensor is None:
             self.embed_tokens = Embedding(backend, self.dtype, *sizes)
         else:
-            tensor.check(config)
-            own, columns = config.part_of(tensor.size), tensor.columns(backend, config.vocab_size)
+            own, columns = tensor.part_of(config), tensor.columns(backend, config.vocab_size)
             self.embed_tokens = EmbeddingOfRanks(tensor, backend, self.dtype, *sizes)
         self.own_config = own
         self.layers = [Layer(own, backend, self.dtype, i, tensor) for i in range(config.num_hidden_layers)]

@@ -42,14 +42,14 @@ class TensorParallel:
     def columns(self, backend: Any, count: int) -> Columns:
         return Columns(self.on(backend), self.borders(count))
 
-    def check(self, config: ModelConfig) -> None:
-        """ValueError in one line for a model that so many ranks cannot share."""
-        config.part_of(self.size)
+    def part_of(self, config: ModelConfig) -> ModelConfig:
+        """The shape of a rank's part of a model; ValueError in one line where so many ranks cannot share it."""
         if self.invariant and config.hidden_size % self.size:
             raise ValueError(
                 f"tensor_parallel_invariant shares hidden_size={config.hidden_size} out, which {self.size} ranks do "
                 "not divide: leave it out, or take another tensor_parallel_size"
             )
+        return config.part_of(self.size)
 
     # ---- parts of weights, by the names of checkpoints ----
 

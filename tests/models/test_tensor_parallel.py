@@ -19,6 +19,7 @@ from cukit.models.logprobs import target_logprobs
 from cukit.models.scores import sequence_scores
 from cukit.models.tensor_parallel import TensorParallel
 from cukit.models.weights import load_model, save_model, whole_model, whole_parts
+from cukit.ops import lm_head_logprobs
 from cukit.optim import AdamW
 
 from .fp8_folders import make_folder
@@ -99,6 +100,20 @@ def test_logits_have_a_gradient():
     for found in together(2, work):
         for one, right in zip(found, truth):
             np.testing.assert_allclose(one, right, rtol=1e-12, atol=1e-12)
+
+
+def test_log_probs_of_the_head_alone():
+    hidden, targets = np.random.default_rng(0).standard_normal((5, 12)), np.array([0, 22, 3, 11, 12], np.int32)
+
+    def work(group=None):
+        head = model_of(group and TensorParallel(group)).lm_head
+        plain = lm_head_logprobs(Tensor(hidden), head.weight, targets, columns=head.columns)  # of all ids
+        return [one.data for one in (*head.logprobs(Tensor(hidden), targets, 0.7), *plain)]
+
+    truth = work()
+    for found in together(2, work):
+        for one, right in zip(found, truth, strict=True):
+            np.testing.assert_allclose(one, right, rtol=1e-12)
 
 
 def test_scores_are_those_of_one_rank():

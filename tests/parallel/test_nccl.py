@@ -195,8 +195,12 @@ def test_every_call_is_after_the_work_before_it_and_before_what_follows(library)
     assert on_gpus(2, work) == [["wait", "record"]] * 2
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_a_small_sum_is_one_launch(size, library):
+@pytest.mark.parametrize(("size", "small"), [(2, 0), (3, 1 << 20)])
+def test_a_sum_of_two_ranks_or_a_small_one_is_one_launch_of_its_own(size, small, library, monkeypatch):
+    """And not an exchange between each two ranks."""
+    monkeypatch.setattr(group_module, "SMALL", small)
+    monkeypatch.setattr(library.Communicator, "swap", None)
+
     def work(group):
         group.all_reduce(device(np.zeros(4, np.float32)))
         return group._link._stream.log

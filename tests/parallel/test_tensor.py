@@ -29,6 +29,9 @@ CASES = {
     "ppo shared": dict(method="ppo", critic="shared", bootstrap_truncated=True),
 }  # fmt: skip
 CASES = {name: SHARED | case for name, case in CASES.items()}
+SAVED = {  # run through by one, to step 1 by two, and then on
+    f"{name} saved": CASES[name] | {"dtype": "float32", "adam_epsilon": 1e-3} for name in ("grpo", "ppo")
+}
 SQUARE = ("sft", "grpo", "ppo")  # also as 2 × 2
 
 
@@ -40,13 +43,14 @@ def shared(case, data_ranks=1):
 @pytest.fixture(scope="module")
 def one(tmp_path_factory):
     folder = tmp_path_factory.mktemp("one")
-    return folder, run(1, folder, CASES)[0]
+    return folder, run(1, folder, CASES | SAVED)[0]
 
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
     folder = tmp_path_factory.mktemp("two")
-    return folder, run(2, folder, {name: shared(case) for name, case in CASES.items()})[0]
+    saved = {name: shared(case) | {"max_steps": 1} for name, case in SAVED.items()}
+    return folder, run(2, folder, {name: shared(case) for name, case in CASES.items()} | saved)[0]
 
 
 @pytest.fixture(scope="module")
@@ -102,22 +106,18 @@ def test_the_run_folder_is_that_of_one_process(case, one, two):
     assert (ours["parameters"], ours["processes"], theirs["processes"]) == (theirs["parameters"], 2, 1)
 
 
-def test_saved_by_two_resumed_by_one_and_by_two_again(tmp_path):
+def test_saved_by_two_resumed_by_one_and_by_two_again(one, two, tmp_path):
     """The end is that of a run that went through; float32, since checkpoints hold no float64."""
-    small = {"dtype": "float32", "adam_epsilon": 1e-3}
-    cases = {name: CASES[name] | small for name in ("grpo", "ppo")}
-    run(2, tmp_path, {name: shared(case) | {"max_steps": 1} for name, case in cases.items()})
-    truth, _ = run(1, tmp_path / "through", cases)
     for ranks in (1, 2):
         rest = {}
-        for name, case in cases.items():
+        for name, case in SAVED.items():
             rest[name] = (shared(case) if ranks == 2 else case) | {"output_dir": str(tmp_path / f"{ranks} {name}")}
-            rest[name]["resume"] = str(tmp_path / name / "run" / "checkpoint-1")
+            rest[name]["resume"] = str(two[0] / name / "run" / "checkpoint-1")
         found, _ = run(ranks, tmp_path / f"resumed-{ranks}", rest)
-        for name in cases:
-            told, arrays = found[name][0]
-            assert told["step"] == truth[name][0][0]["step"]
-            for key, array in truth[name][0][1].items():
+        for name in SAVED:
+            (told, arrays), (truth, columns) = found[name][0], one[1][name][0]
+            assert told["step"] == truth["step"] == 3
+            for key, array in columns.items():
                 if key.startswith("weights/"):
                     np.testing.assert_allclose(arrays[key], array, atol=1e-5, err_msg=f"{ranks} {name} {key}")
 
