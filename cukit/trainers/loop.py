@@ -325,8 +325,8 @@ class Run:
 
         arrays, values = trainer.method_state()
         models = {name: one.model for name, one in trainer.models.items()}
-        if self.ranks.is_first or self._sharded:
-            arrays = state_arrays(trainer.models, arrays)  # gathered from all ranks, where each has a part
+        if self.ranks.rank == 0 or trainer.args.zero_stage:  # the first one gathers what others have a part of
+            arrays = state_arrays(trainer.models, arrays)
             models = {name: whole_model(model) for name, model in models.items()}
         if problem := write() if alone else self.ranks.first(write, "saving"):
             raise problem

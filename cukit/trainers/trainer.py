@@ -264,10 +264,11 @@ class Trainer(Steps):
         """Write a Hugging Face model folder: config.json, model.safetensors and the tokenizer's files. With use_peft an
         adapter's folder, in PEFT's format. Of several ranks the first one writes.
         """
-        model = whole_model(self.model)
-        if self.ranks.is_first:
-            save_model(model, folder)
-            self.tokenizer.save(folder)
+        if self.ranks.rank == 0:  # those that share the first one's models help it
+            model = whole_model(self.model)
+            if self.ranks.is_first:
+                save_model(model, folder)
+                self.tokenizer.save(folder)
 
     def is_world_process_zero(self) -> bool:
         """Whether this process is the first rank, or the only one: the one that writes files."""

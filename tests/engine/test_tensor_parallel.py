@@ -1,5 +1,6 @@
 """Engines of ranks that share a model, on threads as ranks: each draws what one rank draws."""
 
+from threading import get_ident
 from types import SimpleNamespace
 
 import numpy as np
@@ -94,6 +95,19 @@ def test_all_ranks_plan_for_the_one_with_the_least_memory():
 
     assert together(2, work) == [{"free_bytes": 99, "total_bytes": 1000}] * 2
     assert least_memory(None, None) == {}
+
+
+def test_an_engine_has_as_many_blocks_on_every_rank(monkeypatch):
+    free = {}
+    monkeypatch.setattr(CPU, "memory_info", lambda: (free[get_ident()],) * 2)
+
+    def work(group):
+        free[get_ident()] = 3_000_000 + 100_000 * group.rank
+        model = load_model(GOLDEN / "qwen3_tiny", dtype="float32", tensor=TensorParallel(group))
+        return planned(EngineConfig(max_num_seqs=1000, max_model_len=64), model)[0].num_kv_blocks
+
+    first, second = together(2, work)
+    assert first == second < 1000 * 64 // 16
 
 
 def test_the_plan_is_of_a_ranks_part(monkeypatch):

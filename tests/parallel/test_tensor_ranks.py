@@ -5,6 +5,7 @@ from threading import get_ident
 import numpy as np
 import pytest
 
+from cukit.backend import backend_for
 from cukit.parallel import group as group_module
 from cukit.parallel.config import ParallelOptions, TensorOptions
 from cukit.parallel.group import Group, RankLost
@@ -48,7 +49,7 @@ def test_work_is_the_pairs_and_values_come_from_their_first_ranks():
     def work(group):
         ranks = Ranks(group, PAIRS)
         column = np.arange(4.0) * (ranks.rank == np.arange(4) // 2)
-        ranks.fill(column, [0, 2, 4], run_trainer.backend_for("cpu"))
+        ranks.fill(column, [0, 2, 4], backend_for("cpu"))
         return ranks.each(lambda: group.rank, "a test"), ranks.rank, ranks.size, ranks.is_first, column.tolist()
 
     found = together(4, work)
@@ -163,11 +164,16 @@ def as_world(monkeypatch):
 HEADS = {"num_key_value_heads": 2}
 
 
-def test_options_reach_the_models(as_world):
-    """A trainer's models are this rank's parts, in the mode that was asked for; all ranks have one plan."""
+def test_options_reach_the_models(as_world, monkeypatch):
+    """A trainer's models are this rank's parts, in the mode that was asked for; all ranks have one plan, though one has
+    less memory.
+    """
+    free = {}
+    monkeypatch.setattr(backend_for("cpu"), "memory_info", lambda: (free[get_ident()],) * 2)
 
     def work(group):
         as_world(group)
+        free[get_ident()] = 10**9 + group.rank
         trainer = run_trainer.make_trainer("ppo", shape=HEADS, tensor_parallel_size=2, tensor_parallel_invariant=True)
         tensors = [one.model.tensor for one in trainer.models.values()]
         return [(tensor.size, tensor.invariant) for tensor in tensors], trainer.plan
