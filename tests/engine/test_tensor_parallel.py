@@ -102,9 +102,11 @@ def test_an_engine_has_as_many_blocks_on_every_rank(monkeypatch):
     monkeypatch.setattr(CPU, "memory_info", lambda: (free[get_ident()],) * 2)
 
     def work(group):
-        free[get_ident()] = 3_000_000 + 100_000 * group.rank
+        free[get_ident()] = 20_000_000 + 100_000 * group.rank
         model = load_model(GOLDEN / "qwen3_tiny", dtype="float32", tensor=TensorParallel(group))
-        return planned(EngineConfig(max_num_seqs=1000, max_model_len=64), model)[0].num_kv_blocks
+        return planned(EngineConfig(max_num_seqs=1000, max_model_len=64, max_num_batched_tokens=2048), model)[
+            0
+        ].num_kv_blocks
 
     first, second = together(2, work)
     assert first == second < 1000 * 64 // 16

@@ -9,6 +9,7 @@ from cukit.backend import backend_for
 from cukit.parallel import group as group_module
 from cukit.parallel.config import ParallelOptions, TensorOptions
 from cukit.parallel.group import Group, RankLost
+from cukit.parallel.world import world
 from cukit.runs.signals import RunStopped
 from cukit.trainers import ranks as ranks_module
 from cukit.trainers.config import SFTConfig
@@ -155,6 +156,7 @@ def test_pairs_count_as_one_process(monkeypatch):
 @pytest.fixture
 def as_world(monkeypatch):
     """Call it in a thread: the thread's group becomes its world."""
+    world()  # of this process, before it seems to be one of two
     groups = {}
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
     monkeypatch.setattr(ranks_module, "world", lambda: groups[get_ident()])
