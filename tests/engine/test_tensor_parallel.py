@@ -10,6 +10,7 @@ from parallel.threads import together
 
 from cukit import LLM, SamplingParams
 from cukit.backend import backend_for
+from cukit.engine import tensor_parallel as engine_module
 from cukit.engine.config import EngineConfig
 from cukit.engine.memory import planned
 from cukit.engine.shapes import ModelUse, logit_columns, parameter_counts, weight_bytes
@@ -131,6 +132,22 @@ def test_the_plan_is_of_a_ranks_part(monkeypatch):
     assert together(2, work) == [whole // 2] * 2
     config = model.config
     assert (logit_columns(config), logit_columns(config.part_of(2))) == (211, 2 * 211 + 106)
+
+
+def test_options_of_llm_reach_the_model(monkeypatch):
+    groups = {}
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    monkeypatch.setattr(engine_module, "world", lambda: groups[get_ident()])
+
+    def work(group):
+        groups[get_ident()] = group
+        for invariant in (False, True):
+            llm = LLM(GOLDEN / "qwen3_tiny", tensor_parallel_size=2, tensor_parallel_invariant=invariant, **SMALL)
+            assert (llm.model.tensor.size, llm.model.tensor.invariant) == (2, invariant)
+        return llm.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=5))[0].outputs[0].token_ids
+
+    first, second = together(2, work)
+    assert first == second and len(first) == 5
 
 
 # ---- what is refused ----
