@@ -45,10 +45,8 @@ class MLP(Module):
     """SwiGLU: down(silu(gate(x)) · up(x))."""
 
     def __init__(self, config: ModelConfig, backend, dtype, tensor: TensorParallel | None = None):
-        width, parts = (
-            config.intermediate_size,
-            {"gate_proj": config.intermediate_size, "up_proj": config.intermediate_size},
-        )
+        width = config.intermediate_size
+        parts = {"gate_proj": width, "up_proj": width}
         self.gate_up_proj = first_linear(tensor, backend, dtype, config.hidden_size, parts)
         self.down_proj = last_linear(tensor, backend, dtype, width, {"down_proj": config.hidden_size})
 
