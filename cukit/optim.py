@@ -333,7 +333,8 @@ class AdamW:
         foreign = [name for name in foreign if name != COUNTERS]
         if missing or foreign:
             raise ValueError(
-                f"optimizer state does not fit this model: missing {missing[:3]}, unexpected {foreign[:3]}"
+                f"optimizer state does not fit this model: missing {missing[:3]}, unexpected {foreign[:3]}; "
+                "resume with the model, dtype and use_peft of the run that saved it"
             )
         groups: dict[tuple[Bucket, str], list] = {}
         for name, (slot, rows, kind) in own.items():

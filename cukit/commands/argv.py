@@ -73,9 +73,12 @@ def parsed(item: Option, value: Any, where: str) -> Any:
 def from_text(item: Option, value: Any) -> Any:
     """What a text means for this option; a text that means nothing stays one, for typed() to refuse.
 
-    `none` and `null` un-give a number, a truth value or an object. They are texts where texts are wanted.
+    `none` and `null` un-give a number, a truth value, an object or one of some words. They are texts where texts are
+    wanted.
     """
     kind = get_args(item.kind)[0] if is_list(item) else item.kind
+    if item.choices and item.optional and value in ("none", "null") and value not in item.choices:
+        return None
     if kind is str:
         return WORDS.get(value.lower(), value) if item.bools and isinstance(value, str) else value
     if isinstance(value, list):

@@ -67,5 +67,6 @@ def _metavar(item: Option) -> str:
 def _text(item: Option) -> str:
     choices = f" ({', '.join(item.choices)})" if item.choices else ""
     default = str(item.default).lower() if isinstance(item.default, bool) else item.default
+    default = " ".join(map(str, default)) if isinstance(default, list) else default
     shown = "" if default is None or default is MISSING else f" [{default}]"
     return f"{item.help}{choices}{shown}"

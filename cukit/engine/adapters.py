@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable
@@ -51,7 +52,7 @@ class RequestAdapters:
         with self._lock:
             if request.lora_int_id in self._known:
                 known, adapter = self._known[request.lora_int_id]
-                if known.lora_path != request.lora_path:
+                if str(known.lora_path) != str(request.lora_path):
                     raise ValueError(
                         f"lora_int_id={request.lora_int_id} is {known.lora_path} already: give {request.lora_path} "
                         "another one"
@@ -129,3 +130,5 @@ def _check(request: Any, config: EngineConfig) -> None:
     number = request.lora_int_id
     if not isinstance(number, int) or isinstance(number, bool) or number < 1:
         raise ValueError(f"lora_int_id must be a whole number of at least 1, got {number!r}")
+    if not isinstance(request.lora_path, (str, os.PathLike)) or not str(request.lora_path):
+        raise ValueError(f"lora_path must be an adapter's folder or its name on the hub, got {request.lora_path!r}")

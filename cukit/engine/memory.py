@@ -110,7 +110,9 @@ class Plan:
         if self.level:
             lines.append(f"{'level':<9}{self.level:>11}  of gradient_checkpointing{self.why}")
         rule = f" ({self.rule})" if self.rule else ""
-        lines.append(f"{'left':<9}{gigabytes(self.limit - self.peak_bytes):>11}  of {gigabytes(self.limit)}{rule}")
+        tight = "; it fits only with smaller gaps" if self.least_bytes <= self.limit < self.peak_bytes else ""
+        left = gigabytes(self.limit - self.peak_bytes)
+        lines.append(f"{'left':<9}{left:>11}  of {gigabytes(self.limit)}{rule}{tight}")
         return "\n".join(lines)
 
 
@@ -310,7 +312,8 @@ def _checked(plan: Plan, on_card: bool, quiet: bool) -> Plan:
         held.append(Item("KV cache", plan.kv_bytes))
     largest = sorted(held, key=lambda item: -item.nbytes)[:LARGEST]
     message = (
-        f"this run needs {gigabytes(plan.peak_bytes)} of memory and may take {gigabytes(plan.limit)}; largest: "
+        f"this run needs at least {gigabytes(plan.least_bytes)} of memory and may take {gigabytes(plan.limit)}; "
+        "largest: "
         + ", ".join(f"{item.name} {gigabytes(item.nbytes)}" for item in largest)
         + f"; {_ways_out(phase, plan)}"
     )

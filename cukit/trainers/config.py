@@ -127,6 +127,8 @@ class TrainerConfig(Options):
 
     @classmethod
     def merged(cls, earlier: dict[str, Any], later: dict[str, Any]) -> dict[str, Any]:
+        if later.get("use_peft") is False:  # what was said of the adapter goes with it
+            earlier = {name: value for name, value in earlier.items() if name not in LoraOptions.options()}
         found = super().merged(earlier, later)
         if later.get("eval_strategy") == "steps" and "eval_steps" in earlier:  # these two belong together
             found.setdefault("eval_steps", earlier["eval_steps"])

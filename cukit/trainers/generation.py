@@ -39,7 +39,7 @@ class Generation(ABC):
 
     def __init__(self, trainer):
         self.trainer = trainer
-        self._warned_cut, self._silent_batches = False, 0
+        self._warned_cut, self._warned_none, self._silent_batches = False, False, 0
 
     @abstractmethod
     def batch(self, number: int) -> tuple[PackedBatch, dict]:
@@ -128,6 +128,12 @@ class Generation(ABC):
             trainer.say(
                 f"warning: {samples.truncated.mean():.0%} of the completions were cut off at max_completion_length="
                 f"{trainer.args.max_completion_length}; raise it unless that is what you want"
+            )
+        if not self._warned_none and np.isnan(rewards[~samples.failed]).all() and not samples.failed.all():
+            self._warned_none = True
+            trainer.say(
+                "warning: no reward applies to any completion of this generation batch (all are None), so that nothing "
+                "is learnt from it; look at reward_funcs and the columns of the data"
             )
         self._silent_batches = self._silent_batches + 1 if not np.any(np.nan_to_num(rewards) != 0) else -math.inf
         if self._silent_batches == SILENT_BATCHES:

@@ -62,6 +62,10 @@ def peft_options(config: Any, head: str = "lm_head") -> dict[str, Any]:
     """A peft.LoraConfig (or a dict of its fields) as these options; peft itself is not needed. head: of the model that
     is trained. ValueError in one line for what is not there.
     """
+    require(
+        isinstance(config, dict) or hasattr(config, "__dict__"),
+        f"peft_config must be a peft.LoraConfig or a dict of its fields, got {config!r:.100}",
+    )
     values = config if isinstance(config, dict) else config.to_dict() if hasattr(config, "to_dict") else vars(config)
     adapter = AdapterConfig.from_peft(values, "peft_config")
     require(

@@ -120,6 +120,9 @@ def test_c2_not_given_is_no_word_of_a_text(options, tmp_path):
         ("generation_batch_size: 8", ["--steps_per_generation", "4"], lambda c: c.generation_size == 32),
         ("generation_kwargs: {top_k: 5, stop: x}", ["--top_k", "7"], lambda c: (c.top_k, c.stop) == (7, ["x"])),
         ("top_k: 7", ["--generation_kwargs", '{"top_k": 5}'], lambda c: c.top_k == 5),
+        ("quantization: int8", ["--quantization", "none"], lambda c: c.quantization is None),
+        ("use_peft: true\nlora_r: 4", ["--use_peft", "false"], lambda c: (c.use_peft, c.lora_r) == (False, 16)),
+        ("use_peft: true\nlora_r: 4", ["--learning_rate", "1"], lambda c: (c.use_peft, c.lora_r) == (True, 4)),
     ],
 )
 def test_c3_what_is_given_later_wins(options, tmp_path, text, argv, holds):
@@ -311,6 +314,12 @@ def test_help_is_grouped_and_has_examples_that_parse(name, capsys):
     for example in command.examples:
         words = shlex.split(example.partition(" # ")[0].partition("| ")[2] or example.partition(" # ")[0])
         assert words[0] == "cukit" and parse(cukit_cli.COMMANDS, words[1:])[0] == name
+
+
+def test_help_shows_a_lists_default_as_it_is_given(capsys):
+    with pytest.raises(SystemExit):
+        cukit_cli.main(["bench", "scale", "--help"])
+    assert "[8 64 1024]" in capsys.readouterr().out
 
 
 def test_help_as_a_value_is_a_value():

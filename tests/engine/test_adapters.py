@@ -3,6 +3,7 @@ is on the device; the model's own adapter, on and off.
 """
 
 import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -366,6 +367,8 @@ def test_what_cannot_be_taken_is_said_in_one_line(adapters, tmp_path):
     for request, message in (
         (b, "has rank 5: give max_lora_rank=5 or more"),
         (LoRARequest("x", 0, a.lora_path), "lora_int_id must be a whole number of at least 1, got 0"),
+        (LoRARequest("x", 7, None), "lora_path must be an adapter's folder or its name on the hub, got None"),
+        (LoRARequest("x", 7, ""), "lora_path must be an adapter's folder or its name on the hub, got ''"),
         (LoRARequest("x", 7, str(GOLDEN / "qwen3_tiny")), "is no adapter folder"),
         (LoRARequest("x", 7, str(half)), "holds no adapter_model.safetensors"),
         (LoRARequest("x", 7, other.lora_path), "does not fit its model"),
@@ -376,6 +379,7 @@ def test_what_cannot_be_taken_is_said_in_one_line(adapters, tmp_path):
             llm.generate(prompt, lora_request=request)
         assert "\n" not in str(raised.value) and not llm.core.requests
     llm.generate(prompt, SamplingParams(max_tokens=1), lora_request=a)
+    llm.generate(prompt, SamplingParams(max_tokens=1), lora_request=LoRARequest("a", 1, Path(a.lora_path)))
     with pytest.raises(ValueError, match=f"lora_int_id=1 is {a.lora_path} already: give {b.lora_path} another one"):
         llm.generate(prompt, lora_request=LoRARequest("a", 1, b.lora_path))
     with pytest.raises(ValueError, match=r"takes no lora_request \('a'\): make it with enable_lora=True"):

@@ -185,6 +185,20 @@ def test_a_run_that_cannot_fit_is_refused_with_a_way_out(engine, options, words)
     assert ("gpu_memory_utilization" in str(caught.value)) == (engine is not None)
 
 
+def test_the_error_names_what_is_enough():
+    """A limit of the bytes that the error names is one with which the run fits, and the table says how tightly."""
+
+    def plan(nbytes):
+        return plan_memory(POLICY, None, card(80 * GB), max_tokens_per_batch=16_384, memory_limit=nbytes)
+
+    with pytest.raises(memory.DoesNotFit, match="this run needs at least ") as caught:
+        plan(8 * GB)
+    least = caught.value.plan.least_bytes
+    assert f"needs at least {memory.gigabytes(least)} of memory and may take 8.00 GB" in str(caught.value)
+    assert plan(least).table().endswith("(memory_limit); it fits only with smaller gaps")
+    assert plan(caught.value.plan.peak_bytes).table().endswith("(memory_limit)")
+
+
 def test_the_error_names_the_fastest_level_that_fits():
     """None at all where another level would not help either."""
     sizes = {"max_tokens_per_batch": 16_384}

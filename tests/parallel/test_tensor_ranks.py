@@ -175,7 +175,7 @@ def test_options_reach_the_models(as_world, monkeypatch):
 
     def work(group):
         as_world(group)
-        free[get_ident()] = 10**9 + group.rank
+        free[get_ident()] = 10**9 + 1000 * group.rank
         trainer = run_trainer.make_trainer("ppo", shape=HEADS, tensor_parallel_size=2, tensor_parallel_invariant=True)
         tensors = [one.model.tensor for one in trainer.models.values()]
         return [(tensor.size, tensor.invariant) for tensor in tensors], trainer.plan
@@ -183,6 +183,29 @@ def test_options_reach_the_models(as_world, monkeypatch):
     (tensors, plan), (_, other) = together(2, work)
     assert tensors == [(2, True)] * 2
     assert plan == other
+    weights = {item.name.split(":")[0]: item.nbytes for item in plan.items if "weights in float64" in item.name}
+    whole = sum(view.nbytes for view in run_trainer.model(shape=HEADS).parts().values())
+    assert 0.4 * whole < weights["policy"] < 0.8 * whole and 0.3 * whole < weights["critic"] < 0.8 * whole
+
+
+def test_rewards_of_rollouts_and_evaluations_run_on_the_first_rank(as_world, monkeypatch, tmp_path):
+    calls, reward = [], run_trainer.share_of_ones
+
+    def counted(completions, **more):
+        calls.append(get_ident())
+        return reward(completions, **more)
+
+    monkeypatch.setattr(run_trainer, "share_of_ones", counted)
+
+    def work(group):
+        as_world(group)
+        options = dict(max_steps=1, eval_steps=1, eval_strategy="steps", output_dir=str(tmp_path / "run"))
+        trainer = run_trainer.make_trainer("grpo", shape=HEADS, tensor_parallel_size=2, **options)
+        return trainer.train()["reward"], trainer.evaluations[0][1]["eval/reward"], get_ident()
+
+    first, second = together(2, work)
+    assert first[:2] == second[:2]
+    assert calls == [first[2]] * 3  # of a rollout and of two evaluations
 
 
 @pytest.mark.parametrize("method", ["sft", "reward", "grpo", "ppo"])

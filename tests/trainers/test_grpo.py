@@ -165,7 +165,7 @@ def test_equal_rewards(make_grpo, beta):
     assert np.isfinite(logged(trainer, "loss")).all()
 
 
-def test_missing_rewards(make_grpo):
+def test_missing_rewards(make_grpo, capsys):
     """None leaves a completion out of its group; a batch of nothing but None trains nothing."""
 
     def some(completions, **_):
@@ -174,10 +174,12 @@ def test_missing_rewards(make_grpo):
     trainer = make_grpo(some)
     trainer.train()
     assert logged(trainer, "frac_reward_none") == [0.25, 0.25] and np.isfinite(logged(trainer, "loss")).all()
+    assert "no reward applies" not in capsys.readouterr().out
     trainer = make_grpo(lambda completions, **_: [None] * len(completions))
     before = weights_of(trainer.model)
     trainer.train()
     assert logged(trainer, "frac_reward_none") == [1, 1] and logged(trainer, "loss") == [0, 0]
+    assert capsys.readouterr().out.count("no reward applies to any completion of this generation batch") == 1
     assert all(np.array_equal(before[name], value) for name, value in weights_of(trainer.model).items())
 
 

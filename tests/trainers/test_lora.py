@@ -254,6 +254,14 @@ def test_pefts_configuration_is_taken_by_its_attributes(make_model, tokenizer, t
     assert not args.use_peft, "the caller's options stay as they were"
 
 
+def test_another_thing_than_pefts_configuration_is_refused(make_model, tokenizer, tmp_path):
+    from cukit import SFTTrainer
+
+    with pytest.raises(ValueError, match="peft_config must be a peft.LoraConfig or a dict of its fields, got 'q_proj'"):
+        args = SFTConfig(output_dir=str(tmp_path / "run"))
+        SFTTrainer(make_model(), args, demonstrations(), processing_class=tokenizer, peft_config="q_proj")
+
+
 @pytest.mark.parametrize(
     "changes, message",
     [
