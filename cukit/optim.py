@@ -207,7 +207,7 @@ class AdamW:
         changes, counters included: (0.0, False). A norm that is not finite changes no weight: the update is counted in
         `skipped`, and float16 halves its loss scale.
         """
-        if all(parameter.grad is None for parameter in self.parameters):
+        if not any(parameter.slot.has_gradient for parameter in self.parameters):
             return 0.0, False
         norm = self._grad_norm()
         finite = math.isfinite(norm)

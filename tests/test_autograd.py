@@ -10,7 +10,7 @@ import pytest
 from check import normal
 
 from cukit import ops
-from cukit.autograd import Parameter, Tensor, no_grad, recompute, remaking
+from cukit.autograd import Parameter, Remade, Tensor, no_grad, on_the_way_back, recompute, remaking
 from cukit.models.config import LEVELS
 from cukit.models.logprobs import pack, target_logprobs
 from cukit.models.weights import load_model
@@ -128,6 +128,20 @@ def test_what_waits_for_a_remade_array_gets_it_once_and_in_order():
 
     for kept, remade in zip(run(False), run(True)):
         assert kept.any() and kept.tobytes() == remade.tobytes()
+
+
+@pytest.mark.parametrize("on", [False, True])
+def test_a_call_on_the_way_back(on):
+    """Between the rules of what comes after and before, once; what is remade stays so."""
+    calls, x, w = [], Parameter(normal(3, 4)), Parameter(np.ones(4))
+    with remaking(on):
+        y = ops.rms_norm(x, w)
+        z = on_the_way_back(y, lambda: calls.append(w.grad is None))
+    assert z.data is y.data and isinstance(z.saved, Remade) == on
+    z.backward(np.ones_like(z.data))
+    assert calls == [True] and w.grad is not None and x.grad is not None
+    with no_grad():
+        assert not on_the_way_back(x, calls.clear).requires_grad and calls
 
 
 def test_remaking_ends_with_its_block_and_is_a_threads_own():

@@ -17,6 +17,7 @@ from .presets import with_preset
 WORKLOADS = ("N", "G", "decode")
 CRITICS = ("shared", "separate")
 LENGTHS = ("fixed", "uniform", "lognormal")
+BALANCES = ("none", "waiting", "running")
 CHECKPOINTING = "what the backward pass makes again; auto: the fastest that fits; true is full, false none"
 BOOLS = (LEVELS_OF_BOOLS[False], LEVELS_OF_BOOLS[True])
 
@@ -199,6 +200,14 @@ class ScaleBench(Options):
         None, "of lognormal lengths before they are cut off; default: a third of max_completion_length"
     )
     completion_spread: float = option(1.0, "standard deviation of the logarithm of lognormal lengths")
+    completion_correlation: float = option(
+        0.0, "of the logarithms of lognormal lengths of a prompt's completions: 0 to 1"
+    )
+    balance: str = option(
+        "none",
+        "groups that move from a rank that is behind to one that waits: none, waiting ones, or running ones too",
+        BALANCES,
+    )
     max_num_seqs: int = option(512, "sequences that decode together on a rank, which is tensor_parallel_size GPUs")
     max_tokens_per_batch: int = option(16384, "most tokens in one forward pass of training")
     gpu_memory_gb: float = option(141.0, "memory of a GPU; 0.9 of it without weights and states holds the KV cache")
@@ -228,6 +237,7 @@ class ScaleBench(Options):
             check_range(self, name, 0, open_low=True)
         for name in ("nvlink_latency", "network_latency", "completion_spread"):
             check_range(self, name, 0)
+        check_range(self, "completion_correlation", 0, 1)
         check_range(self, "rollout_share", 0, 0.99, open_low=True)
         check_range(self, "off_policy_steps", 0, 1)
         require(self.zero_stage in (0, 1, 3), f"zero_stage must be 0, 1 or 3, got {self.zero_stage}")

@@ -17,7 +17,7 @@ from ..options import changed, require
 from . import ScaleBench
 from .links import Links, Moved, Ring
 from .report import COLUMNS, origin
-from .simulated_rollout import draw_lengths, rollout_seconds
+from .simulated_rollout import Setting, balanced_seconds, draw_lengths, rollout_seconds
 from .single_gpu import BACKWARD, Rollout, Shape, Times, read_report, with_report
 from .subject import config_of
 
@@ -137,7 +137,7 @@ def simulate(job: Job, gpus: int, prompts: int, must_fit: bool = True) -> dict:
     if (must_fit and not job.fits(most)) or capacity < options.prompt_length + options.max_completion_length:
         return row | {"note": f"does not fit {options.gpu_memory_gb:g} GB"}
     lengths = draw_lengths(options, prompts)
-    rollouts = _rollouts(job, lengths, drawing // job.sharing, capacity)
+    rollouts, row["moved_groups"] = _rollouts(job, lengths, drawing // job.sharing, capacity)
     slowest = max(rollouts)
     other = job.times.other * lengths.size / (drawing // job.sharing)
     train, last_pass, passes = training_seconds(job, lengths, ring.size)
@@ -184,19 +184,24 @@ def state_bytes(job: Job, ranks: int) -> tuple[float, float, float]:
     return 2 * numbers, 2 * numbers + states, max(rest, 2 * numbers) + states
 
 
-def _rollouts(job: Job, lengths: np.ndarray, ranks: int, capacity: int) -> list[float]:
-    """Seconds of each rank. Equal shares are played once."""
+def _rollouts(job: Job, lengths: np.ndarray, ranks: int, capacity: int) -> tuple[list[float], int]:
+    """(seconds of each rank, groups that moved). Equal shares are played once."""
     options, times = job.options, with_sharing(job)
     borders, known = [len(lengths) * rank // ranks for rank in range(ranks + 1)], {}
+    given = (options.prompt_length, job.shape, times, capacity, options.max_num_seqs)
+    if options.balance != "none" and ranks > 1:
+        running = options.balance == "running"
+        return balanced_seconds(
+            lengths, borders, Setting(*given, lengths.shape[1]), running, options.max_completion_length
+        )
     seconds = []
     for first, last in zip(borders, borders[1:]):
         part = lengths[first:last]
         share = part.tobytes()
         if share not in known:
-            most = options.max_num_seqs
-            known[share] = rollout_seconds(part, options.prompt_length, job.shape, times, capacity, most)
+            known[share] = rollout_seconds(part, *given)
         seconds.append(known[share])
-    return seconds
+    return seconds, 0
 
 
 def with_sharing(job: Job) -> Times:

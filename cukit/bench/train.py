@@ -18,10 +18,14 @@ from ..models.logprobs import packed_logprobs, predicting_states
 from ..optim import AdamW
 from ..options import require
 from ..parallel.config import ParallelOptions, launched_rank, num_processes
+from ..parallel.group import Group
 from ..trainers.batch import PackedBatch, Rows
+from ..trainers.gradient_sums import GradientSums
 from ..trainers.in_backward import UpdateInBackward
 from ..trainers.loss import backward, first_gradient
 from ..trainers.ranks import Ranks
+from ..trainers.sharded_weights import ShardedWeights
+from ..trainers.state import POLICY, TrainedModel, share_weights
 from ..trainers.zero import ShardedAdamW
 from . import TrainBench
 from .levels import level_for
@@ -91,7 +95,9 @@ def run(options: TrainBench) -> dict:
     offload = states.offload_optimizer and subject.backend.name != "cpu"
     kind: Any = AdamW
     if options.parallel.zero_stage and ranks.size > 1:
-        kind = partial(ShardedAdamW, group=ranks.group.on(subject.backend), host=ranks.group)
+        group, stage = ranks.group, options.parallel.zero_stage
+        kind = partial(ShardedAdamW, group=group.on(subject.backend), host=group, stage=stage)
+    weights = share_weights(model, options.parallel.zero_stage, ranks)
     optimizer = kind(model.trained_store, LEARNING_RATE, state_form=states.optimizer_state, offload=offload)
     tokens = options.max_tokens_per_batch or step.tokens
     given = options.gradient_checkpointing
@@ -102,7 +108,7 @@ def run(options: TrainBench) -> dict:
             _row(
                 "forward, backward, AdamW",
                 level,
-                lambda: _train(model, optimizer, step, states.optimizer_in_bwd, ranks, options.parallel),
+                lambda: _train(model, optimizer, step, states.optimizer_in_bwd, ranks, options.parallel, weights),
                 subject,
                 step,
                 options,
@@ -163,19 +169,27 @@ def _train(
     in_backward: bool = False,
     ranks: Ranks | None = None,
     parallel: ParallelOptions | None = None,
+    weights: ShardedWeights | None = None,
 ) -> None:
     def mean(logprobs, entropy, part):
         return logprobs.sum() * (-1 / step.completion_tokens), None
 
     update = UpdateInBackward([(optimizer, optimizer.lr)]) if in_backward else None
-    for rows in step.micro_batches:
-        upstream = first_gradient(model, optimizer.loss_scale)
-        loss, *_ = model.lm_head.loss(predicting_states(model, rows.tokens), rows.targets, mean, upstream)
-        with nullcontext() if update is None else update.updating():
-            backward(loss, upstream)
-    if ranks is not None and parallel is not None and ranks.size > 1:
-        reached = np.array([parameter.grad is not None for parameter in model.trained_store.parameters])
-        ranks.add_gradients(model.trained_store, reached, parallel.fast_reduction, parallel.zero_stage > 0)
+
+    def passes(gradients: GradientSums | None) -> tuple[dict, bool]:
+        around = update.updating if update else gradients.summing if gradients else nullcontext
+        for rows in step.micro_batches:
+            upstream = first_gradient(model, optimizer.loss_scale)
+            loss, *_ = model.lm_head.loss(predicting_states(model, rows.tokens), rows.targets, mean, upstream)
+            with around():
+                backward(loss, upstream)
+            if gradients is not None:
+                gradients.end_pass()
+        return {}, True
+
+    models = {POLICY: TrainedModel(POLICY, model, optimizer, weights=weights)}
+    fast = parallel is not None and parallel.fast_reduction
+    (ranks or Ranks(Group())).total(passes, models, models, [(POLICY,)] * len(step.micro_batches), fast)
     if model.tensor is not None:
         model.tensor.complete_gradients(model.trained_store)
     if update is None:

@@ -27,7 +27,7 @@ from .calls import Prompt
 from .config import EngineConfig, SamplingParams
 from .copies import Results
 from .memory import planned
-from .request import Request, Sequence
+from .request import Begun, Request, Sequence
 from .rows import Rows
 from .runner import ModelRunner
 from .scheduler import Scheduler, Step
@@ -98,13 +98,14 @@ class EngineCore:
         keeps_cache: bool = False,
         after: Sequence | None = None,
         adapter: Any = OWN,
+        begun: list[Begun] | None = None,
     ) -> Request:
         """Queue checked ids (check_prompt); step() makes the request grow.
 
         with_text: keep the text up to date token by token, for a stream. keeps_cache: the KV of finished samples stays
         until release(), memory permitting. after: a finished sample with such KV; prompt_ids begins with its token_ids
         (a further turn). The new request takes the KV over and computes only what follows. adapter: of all its tokens;
-        None: the model without one.
+        None: the model without one. begun: all samples as another engine left them; their KV is computed anew.
         """
         seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
         stop_texts = StopTexts.of(params.stop or [], self.tokenizer)
@@ -114,7 +115,7 @@ class EngineCore:
         request.keeps_cache, request.adapter = keeps_cache, self.adapters.own() if adapter is OWN else adapter
         if self.tokenizer is not None and (with_text or stop_texts.shown or stop_texts.raw):
             request.tokenizer = self.tokenizer
-        sequence = request.new_sequence()
+        going = [request.new_sequence()] if begun is None else request.begin(begun)
         if after is not None and not np.array_equal(prompt_ids[: after.length], after.token_ids):
             raise ValueError("the prompt of a further turn must begin with all tokens of the turn before it")
         if after is not None and after.request.adapter is not request.adapter:
@@ -122,7 +123,7 @@ class EngineCore:
         with self._turn:  # a restart sees both or neither
             self.stats.num_requests += 1
             self.requests[request.request_id] = request
-            self._added.append((sequence, after))
+            self._added.extend((sequence, after) for sequence in going)
         return request
 
     def abort(self, request: Request) -> None:

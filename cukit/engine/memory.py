@@ -184,6 +184,7 @@ def plan_at_level(
     longest_sequence: int | None = None,
     packed_tokens: int = 0,
     ranks: int = 1,
+    zero_stage: int = 1,
     total_bytes: int | None = None,
     free_bytes: int | None = None,
     memory_limit: int | None = None,
@@ -192,9 +193,9 @@ def plan_at_level(
 
     max_tokens_per_batch: of a training forward pass. micro_batches: passes an update; with one, gradients appear only
     as activations go. longest_sequence: of the run's sequences, prompt and completion together. packed_tokens: of a
-    generation batch that stays on the device. ranks: processes among which gradients and optimizer states are divided.
-    total_bytes, free_bytes: of the device, asked of the backend by default; free is what is not taken yet.
-    memory_limit: bytes that this process may take in all; by default the backend's.
+    generation batch that stays on the device. ranks: processes that share optimizer states out, from zero_stage 2 on
+    gradients, from 3 on weights in training. total_bytes, free_bytes: of the device, asked of the backend by default;
+    free is what is not taken yet. memory_limit: bytes that this process may take in all; by default the backend's.
 
     The cache holds max_num_seqs sequences of max_model_len, or what is left. gpu_memory_utilization is the share of the
     device's whole memory that this process may take for everything (vLLM's meaning); on a CPU the share of the free
@@ -205,12 +206,12 @@ def plan_at_level(
     if free_bytes is None or total_bytes is None:
         free_bytes, total_bytes = backend.memory_info()
     on_card, share = backend.name == "cuda", 1.0 if engine is None else engine.gpu_memory_utilization
-    items = lasting_items(uses, backend, ranks)
+    items = lasting_items(uses, backend, ranks, zero_stage)
     if on_card:
         items += [Item("CUDA context and kernels", CONTEXT_BYTES), Item("cuBLAS workspace", WORKSPACE_BYTES)]
     if any(use.trained for use in uses):
         tokens = backend.row_bucket(max(max_tokens_per_batch, longest_sequence or 0))
-        items += training_items(uses, backend, tokens, level, micro_batches, ranks)
+        items += training_items(uses, backend, tokens, level, micro_batches, ranks, zero_stage)
         items.append(Item("packed batch", packed_tokens * PACKED_BYTES))
     if engine is not None:
         _check_length(uses[0].config, engine)
@@ -258,7 +259,8 @@ def _check_length(config: ModelConfig, engine: EngineConfig) -> None:
 
 def _with_waste(items: list[Item], uses, backend) -> list[Item]:
     """The items, and in each phase the part of the pool that fits nothing."""
-    passing = {phase: sum(item.nbytes for item in items if item.phase == phase) for phase in ("rollout", "training")}
+    pooled = [item for item in items if item.pooled]
+    passing = {phase: sum(item.nbytes for item in pooled if item.phase == phase) for phase in ("rollout", "training")}
     chunks = [HEAD_ROWS * logit_columns(use.config) * backend.dtype_of(use.dtype).itemsize * use.head for use in uses]
     waste = {phase: int(nbytes * POOL_WASTE) for phase, nbytes in passing.items() if nbytes}
     if "training" in waste:

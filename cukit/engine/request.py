@@ -14,6 +14,17 @@ from .text import CompletionText, StopTexts
 SEED_MASK = (1 << 64) - 1
 
 
+@dataclass(slots=True)
+class Begun:
+    """A sample as one engine leaves it and another goes on with it."""
+
+    token_ids: np.ndarray  # of the completion so far, int32
+    logprobs: np.ndarray
+    finish_reason: str | None = None  # None: it goes on
+    stop_reason: int | str | None = None
+    text: str | None = None  # of a finished sample
+
+
 @dataclass(eq=False, slots=True)
 class Request:
     """One prompt and its params.n samples. Those beyond the first come into being when the prompt has been computed."""
@@ -50,6 +61,35 @@ class Request:
             sequence.text = CompletionText(self.tokenizer, self.prompt_ids, self.stop_texts)
         self.sequences.append(sequence)
         return sequence
+
+    def begun(self) -> list[Begun] | None:
+        """Its samples as they are, for begin() of a request of another engine; after this one was aborted. None if none
+        has a token.
+        """
+        if not any(seq.num_generated for seq in self.sequences):
+            return None
+        return [
+            Begun(seq.completion_ids, seq.logprobs)
+            if seq.finish_reason == "abort"
+            else Begun(seq.completion_ids, seq.logprobs, seq.finish_reason, seq.stop_reason, seq.shown)
+            for seq in self.sequences
+        ]
+
+    def begin(self, samples: list[Begun]) -> list[Sequence]:
+        """Make all samples as another engine left them; returns those that go on, with nothing of them computed."""
+        going = []
+        for one in samples:
+            seq = self.new_sequence()
+            seq.ids, seq.drawn = np.concatenate([self.prompt_ids, one.token_ids]), one.logprobs
+            if one.finish_reason is not None:
+                seq.finish_reason, seq.stop_reason, seq.shown = one.finish_reason, one.stop_reason, one.text
+                self.num_finished += 1
+                continue
+            going.append(seq)
+            if seq.text is not None:
+                for place, token in enumerate(one.token_ids.tolist(), 1):
+                    seq.text.push(token, place > self.params.min_tokens)
+        return going
 
 
 @dataclass(eq=False, slots=True)

@@ -56,11 +56,14 @@ class ModelUse:
 
 @dataclass(frozen=True)
 class Item:
-    """Something that takes memory. phase: "always", "rollout" or "training"."""
+    """Something that takes memory. phase: "always", "rollout" or "training". pooled: it comes from the pool of arrays,
+    unless it lasts.
+    """
 
     name: str
     nbytes: int
     phase: str = "always"
+    pooled: bool = True
 
 
 # ---- what lasts ----
@@ -117,18 +120,24 @@ def _trained_numbers(use: ModelUse) -> int:
     return use.adapter_parameters or sum(parameter_counts(use.config, use.head))
 
 
-def _gradient_numbers(use: ModelUse, one_pass: bool) -> int:
-    """Numbers whose gradients lie side by side at the most: all, or two layers' (one is updated when the next is
-    complete) and a vocabulary's.
-    """
-    numbers, layers = _trained_numbers(use), use.config.num_hidden_layers
-    if not (use.updated_in_backward and one_pass):
-        return numbers
+def _passing_numbers(use: ModelUse, layers: int) -> int:
+    """Numbers of so many layers and a vocabulary, at most all that is trained: of what comes and goes by layers."""
+    numbers, depth = _trained_numbers(use), use.config.num_hidden_layers
     if use.adapter_parameters:
-        return min(numbers, -(-2 * numbers // layers))
+        return min(numbers, -(-layers * numbers // depth))
     vocabulary = use.config.vocab_rows * use.config.hidden_size
-    one_layer = -(-(numbers - _vocabularies(use.config, use.head) * vocabulary) // layers)
-    return min(numbers, vocabulary + 2 * one_layer)
+    one_layer = -(-(numbers - _vocabularies(use.config, use.head) * vocabulary) // depth)
+    return min(numbers, vocabulary + layers * one_layer)
+
+
+def _gradient_numbers(use: ModelUse, one_pass: bool, ranks: int, zero_stage: int) -> int:
+    """Numbers whose gradients lie side by side at the most: all, or two layers' (one is updated when the next is
+    complete) and a vocabulary's. From ZeRO-2 on this rank's share of them, a third layer, which is summed, and that.
+    """
+    numbers = _trained_numbers(use)
+    if zero_stage >= 2 and ranks > 1:
+        return min(numbers, -(-numbers // ranks) + _passing_numbers(use, 3))
+    return _passing_numbers(use, 2) if use.updated_in_backward and one_pass else numbers
 
 
 def _two_buckets(use: ModelUse) -> int:
@@ -139,11 +148,21 @@ def _two_buckets(use: ModelUse) -> int:
     return min(layer + max(layer, use.config.vocab_rows * use.config.hidden_size), _trained_numbers(use))
 
 
-def lasting_items(uses, backend, ranks) -> list[Item]:
+def lasting_items(uses, backend, ranks, zero_stage=1) -> list[Item]:
     items = []
     for use in uses:
         dtype = backend.dtype_of(use.dtype)
-        items.append(Item(f"{use.name}: weights in {dtype.name}", weight_bytes(use, backend)))
+        nbytes = weight_bytes(use, backend)
+        if use.trained and not use.adapter_parameters and zero_stage == 3 and ranks > 1:
+            shared = parameter_counts(use.config, use.head)[0] * dtype.itemsize
+            others = shared - shared // ranks
+            items.append(
+                Item(f"{use.name}: weights that the other processes hold in training", others, "rollout", pooled=False)
+            )
+            coming = min(others, _passing_numbers(use, 2) * dtype.itemsize)
+            items.append(Item(f"{use.name}: weights of two layers and a vocabulary", coming, "training"))
+            nbytes -= others
+        items.append(Item(f"{use.name}: weights in {dtype.name}", nbytes))
         if use.trained:
             numbers, wide = -(-_trained_numbers(use) // ranks), dtype.itemsize // 4 or 1
             master = use.master_bytes if use.master_bytes is not None else 2 if dtype.name == "bfloat16" else 4
@@ -206,14 +225,14 @@ class LayerBytes:
         )
 
 
-def training_items(uses, backend, tokens, level, micro_batches, ranks) -> list[Item]:
+def training_items(uses, backend, tokens, level, micro_batches, ranks, zero_stage=1) -> list[Item]:
     """The items of the moment at which training holds most; models are trained in passes of their own. level: of
     gradient_checkpointing.
     """
     gradients = 0
     for use in uses:
         if use.trained:
-            numbers = -(-_gradient_numbers(use, micro_batches == 1) // ranks)
+            numbers = _gradient_numbers(use, micro_batches == 1, ranks, zero_stage)
             gradients += numbers * use.gradient_bytes * (backend.dtype_of(use.dtype).itemsize // 4 or 1)
     moments = []
     for use in uses:

@@ -6,6 +6,7 @@ are one weight ((H + 2K)·D, C) and gate, up are one (2F, C); Hugging Face's nam
 """
 
 import math
+from typing import Any
 
 import numpy as np
 
@@ -117,6 +118,7 @@ class Decoder(Module):
         self._layer_parameters = [layer.parameters() for layer in self.layers]
         self._rope = rope_tables(config, backend, self.dtype)
         self.adapter: Adapter | None = None
+        self.around_layers: Any = None  # what is told of the way through the layers (trainers.sharded_weights)
 
     # ---- the forward pass ----
 
@@ -126,6 +128,8 @@ class Decoder(Module):
             return self._forward(tokens, positions, attend)
 
     def _forward(self, tokens, positions, attend) -> Tensor:
+        if (around := self.around_layers) is not None:
+            around.begin()
         residual = self.embed_tokens(tokens)
         h = self.layers[0].input_layernorm(residual)
         norms = [*(layer.input_layernorm for layer in self.layers[1:]), self.norm]
@@ -134,11 +138,18 @@ class Decoder(Module):
             def block(h, residual, layer=layer):
                 return layer(h, residual, positions, attend, self._rope)
 
+            if around is not None:
+                h = around.enter(index, h)
             if self._level == "full":
                 x, residual = recompute(block, self._layer_parameters[index], h, residual)
             else:
                 x, residual = block(h, residual)
-            h, residual = add_rms_norm(layer.mlp.down_proj(x), residual, next_norm.weight, next_norm.eps)
+            x = layer.mlp.down_proj(x)
+            if around is not None:
+                x = around.leave(index, x)
+            h, residual = add_rms_norm(x, residual, next_norm.weight, next_norm.eps)
+        if around is not None:
+            around.end()
         return h
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -7,7 +7,8 @@ stays zero. Tensor parallelism comes before this: a model is built of one rank's
 of that model are then shared out.
 
 Gradients lie in buffers of the same layout, in float32 (float64 for float64). A bucket's buffer appears, as zeros,
-when a backward pass first reaches one of its parameters, and goes after the update.
+when a backward pass first reaches one of its parameters, and goes after the update. Of several ranks each may keep its
+share of the sum alone (ZeRO-2, trainers/zero.py): then the buffer goes as soon as it is summed.
 
 Freezing a parameter (requires_grad = False), at any time, moves nothing: it gets no gradient and no update. If all
 parameters of a bucket are frozen, it has neither gradient nor optimizer state. A layer's matrices and vectors lie
@@ -53,6 +54,7 @@ class Slot:
     bucket: "Bucket"
     parameter: Parameter
     start: int
+    is_summed: bool = False  # its gradient lies in the ranks' shares of the bucket's
 
     @property
     def stop(self) -> int:
@@ -66,9 +68,16 @@ class Slot:
         """The parameter's share of the bucket's gradient."""
         return self.view(self.bucket.grad_buffer())
 
+    @property
+    def has_gradient(self) -> bool:
+        return self.parameter.grad is not None or self.is_summed
+
 
 class Bucket:
-    """Parameters side by side in one array: data (size,); grad (size,) or None. layer: the name of theirs."""
+    """Parameters side by side in one array: data (size,); grad (size,) or None. layer: the name of theirs. share: this
+    rank's share of the ranks' sum of gradients, where that is kept in place of grad. own: its share of the weights,
+    where data has no memory (ZeRO-3, trainers/sharded_weights.py).
+    """
 
     origin = 0  # where it begins in the whole of which it is a part
 
@@ -80,6 +89,7 @@ class Bucket:
             end = self.slots[-1].stop
         self.size = padded_size(end)
         self.data, self.grad = backend.zeros((self.size,), self.dtype), None
+        self.share = self.own = None
         for slot in self.slots:
             given, slot.parameter.slot = slot.parameter.data, slot
             if not isinstance(given, Declared):
@@ -92,6 +102,13 @@ class Bucket:
         return self.grad
 
     def free_grad(self):
+        self.free_buffer()
+        self.share = None
+        for slot in self.slots:
+            slot.is_summed = False
+
+    def free_buffer(self):
+        """Drop the gradient but for this rank's share of the sum."""
         for slot in self.slots:
             slot.parameter.release_grad()
         self.grad = None
@@ -107,7 +124,7 @@ class Bucket:
         """(setting, elements) of neighbours that have a gradient and one setting: what one launch can update."""
         found, joins = [], False
         for slot in self.slots:
-            if slot.parameter.grad is None or not slot.parameter.requires_grad:
+            if not slot.has_gradient or not slot.parameter.requires_grad:
                 joins = False
                 continue
             value = setting(slot.parameter)

@@ -35,14 +35,15 @@ class ParallelOptions(TensorOptions):
         False, "add gradients up in the library's own order; the default, in order of ranks, repeats bit for bit"
     )
     zero_stage: int = option(
-        0, "1: a process keeps AdamW's states of its share of the weights alone (ZeRO-1); 0: each keeps all"
+        0,
+        "ZeRO: what a process keeps of its share of the weights alone; 1: AdamW's states; 2: gradients too; 0: nothing",
     )
     ddp_timeout: int = option(1800, "seconds that a process waits for the others before the run ends")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_range(self, "ddp_timeout", 1)
-        check_range(self, "zero_stage", 0, 1)
+        check_range(self, "zero_stage", 0, 3)
         require(
             self.tensor_parallel_size == 1 or not self.zero_stage,
             f"tensor_parallel_size={self.tensor_parallel_size} shares the optimizer's states out already, and "

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
+
+from .mailbox import Mailbox
 
 SMALL = 1 << 20  # bytes of a sum up to which each rank gets all arrays in one exchange, and adds them up itself
 CHUNK = 1 << 25  # elements that are exchanged at a time: what a sum takes besides, 128 MiB of float32
@@ -47,6 +50,19 @@ class Group:
         """The value of each rank, in their order: any small Python value."""
         return [value]
 
+    def beside(self) -> AbstractContextManager[None]:
+        """Collectives inside, and what is computed there, come after what the device was told before; what it is told
+        later does not wait for them. Their arrays must live until join().
+        """
+        return nullcontext()
+
+    def moment(self) -> Any:
+        """After all that was begun beside() so far; for join()."""
+        return None
+
+    def join(self, moment: Any = None) -> None:
+        """What the device is told from now on comes after what was begun beside() before that moment; default: now."""
+
     def on(self, backend: Any) -> Group:
         """The group of the same ranks for a backend's arrays."""
         return self
@@ -56,6 +72,10 @@ class Group:
         among them. Every rank of this group calls it. Disjoint parts can be made at once: each rank names its own.
         """
         return self if list(ranks) == [0] else None
+
+    def mailbox(self) -> Mailbox:
+        """Messages between two of these ranks. Every rank of this group calls it."""
+        raise NotImplementedError("the group of one has no one to write to")
 
 
 def shares(count: int, size: int) -> list[int]:

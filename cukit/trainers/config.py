@@ -158,7 +158,8 @@ class TrainerConfig(Options):
         require(self.max_steps != 0, "max_steps must be -1 (off) or at least 1, got 0")
         require(
             not self.zero_stage or self.optimizer_state != "int8",
-            "optimizer_state=int8 has blocks that zero_stage=1 would cut; give optimizer_state=bfloat16",
+            f"optimizer_state=int8 has blocks that zero_stage={self.zero_stage} would cut; give "
+            "optimizer_state=bfloat16",
         )
         require(
             self.num_processes == 1 or not self.optimizer_in_bwd,

@@ -12,6 +12,7 @@ import numpy as np
 from ..autograd import no_grad
 from ..models.logprobs import packed_logprobs
 from .batch import PackedBatch, Rows
+from .dealt_out import dealt_out
 from .rewarding import completion_rows
 from .rollout import Samples, prompt_seed
 from .shared_rollouts import Rewarded, shared_out
@@ -40,6 +41,7 @@ class Generation(ABC):
     def __init__(self, trainer):
         self.trainer = trainer
         self._warned_cut, self._warned_none, self._silent_batches = False, False, 0
+        self.balance: dict[str, float] = {}  # metrics of groups that moved, of the newest generation batch
 
     @abstractmethod
     def batch(self, number: int) -> tuple[PackedBatch, dict]:
@@ -52,8 +54,11 @@ class Generation(ABC):
 
     def answered(self, number: int, data_rows: list[int], places: Sequence[int]) -> Rewarded:
         """Completions of the prompts at these places of data_rows, and their rewards; of several ranks each draws and
-        rewards its share. The samples' groups are numbers within `places`.
+        rewards its share; with balance_rollouts, groups move between them while they are drawn. The samples' groups are
+        numbers within `places`.
         """
+        if self._balances:
+            return self._dealt(number, data_rows, places)
 
         def draw(places):
             samples = self.complete(number, data_rows, places)
@@ -61,7 +66,28 @@ class Generation(ABC):
 
         return shared_out(self.trainer.ranks, self.trainer.scorer, places, draw, "rollout")
 
-    def complete(self, number: int, data_rows: list[int], places: Sequence[int], more=None) -> Samples:
+    def _dealt(self, number: int, data_rows: list[int], places: Sequence[int]) -> Rewarded:
+        def complete(dealt):
+            return self.complete(number, data_rows, places, dealt=dealt)
+
+        def score(places, samples):
+            return self.score([data_rows[place] for place in places], samples)
+
+        found, metrics = dealt_out(self.trainer.ranks, self.trainer.scorer, places, complete, score, "rollout")
+        self.balance = {name: self.balance.get(name, 0) + value for name, value in metrics.items()}
+        return found
+
+    @property
+    def _balances(self) -> bool:
+        """Whether groups move. auto: where the composition of a batch, and so the clock, changes no bit."""
+        trainer, engine = self.trainer, self.trainer.args.engine
+        ranks = trainer.ranks
+        if ranks.size == 1 or ranks.tensor is not None or trainer.environments is not None:
+            return False
+        exact = trainer.model.backend.name != "cpu" and engine.exact != "false" and not engine.roundings
+        return {"auto": exact, "true": True, "false": False}[trainer.args.balance_rollouts]
+
+    def complete(self, number: int, data_rows: list[int], places: Sequence[int], more=None, dealt=None) -> Samples:
         """Completions of the prompts at these places of data_rows, to which `more` (see Rollout.generate) may add. What
         is drawn depends on a prompt's place, and not on the rank that draws it.
         """
@@ -74,6 +100,7 @@ class Generation(ABC):
                 trainer.raise_if_stopped,
                 more,
                 lambda group: trainer.train_rows[data_rows[places[0] + group]][0],
+                dealt,
             )
 
     def score(self, data_rows: Sequence[int], samples: Samples) -> tuple[np.ndarray, np.ndarray]:

@@ -80,6 +80,7 @@ class GRPOTrainer(PolicyTrainer):
 
     def _choose_tokens(self, batch: PackedBatch, micro_batches: list[Rows]) -> int:
         """Mark the tokens of an optimizer batch that learn, those of high entropy under the policy as it is now."""
+        self.whole_weights()
         backend = self.model.backend
         if batch.chosen is None:
             batch.chosen = backend.zeros(batch.weights.shape, batch.weights.dtype)
@@ -181,6 +182,7 @@ class GRPOTrainer(PolicyTrainer):
     def after_update(self) -> None:
         due = self.args.sync_ref_model and (self.global_step + 1) % self.args.ref_model_sync_steps == 0
         if due and isinstance(self.reference, Decoder):
+            self.whole_weights()
             self.reference.store.mix_from(self.model.store, self.args.ref_model_mixup_alpha)
 
     # ---- checkpoints ----

@@ -93,6 +93,7 @@ class Run:
     def _begin(self, source: Path | None, goes_on: bool) -> None:
         """Optimizers, the state of a checkpoint, config.yaml, the logs."""
         trainer = self.trainer
+        trainer.whole_weights()  # an error may have ended the run before this one
         for trained in trainer.models.values():
             trained.optimizer = make_optimizer(trained.model, trainer.args, self.ranks)
         trainer.evaluation_due = trainer.args.eval_on_start
@@ -323,11 +324,11 @@ class Run:
         def write():
             return self._write_checkpoint(folder, models, arrays, values) if self.ranks.is_first else None
 
-        arrays, values = trainer.method_state()
-        models = {name: one.model for name, one in trainer.models.items()}
+        trainer.whole_weights()
+        (arrays, values), models = trainer.method_state(), {}
         if self.ranks.rank == 0 or trainer.args.zero_stage:  # the first one gathers what others have a part of
             arrays = state_arrays(trainer.models, arrays)
-            models = {name: whole_model(model) for name, model in models.items()}
+            models = {name: whole_model(one.model) for name, one in trainer.models.items()}
         if problem := write() if alone else self.ranks.first(write, "saving"):
             raise problem
         self.saved_step, self._unsaved = trainer.global_step, False

@@ -58,6 +58,13 @@ class PolicyConfig(TrainerConfig):
         "most answers of an environment (or turns with tool calls) in a completion; default: no limit",
         group="environment",
     )
+    balance_rollouts: str = option(
+        "auto",
+        "groups of completions move from a process that is behind to one that waits: auto where that changes no bit "
+        "(cuda, exact), true, false; not with environments",
+        ("auto", "true", "false"),
+        group="several processes",
+    )
     prompts: PromptOptions = nested(PromptOptions)
     engine: EngineConfig = nested(EngineConfig, without=("seed", *LORA_OPTIONS))
 
@@ -73,6 +80,11 @@ class PolicyConfig(TrainerConfig):
         super().__post_init__()
         for name in ("num_generations_eval", "max_completion_length", "max_tool_calling_iterations"):
             check_range(self, name, 1)
+        require(
+            self.balance_rollouts != "true" or self.tensor_parallel_size == 1,
+            f"balance_rollouts=true moves groups by the clock, which the {self.tensor_parallel_size} processes of "
+            "tensor_parallel_size would read apart: leave it out",
+        )
         check_range(self, "min_p", 0, 1)
         check_range(self, "temperature", 0, open_low=True)
         require(

@@ -187,7 +187,10 @@ class PolicyTrainer(Trainer):
         metrics: dict = {}
         place = step % self.updates_a_generation
         if place == 0:
+            self.generation.balance = {}
+            self.whole_weights()
             self._batch, metrics = self.generation.batch(step // self.updates_a_generation)
+            metrics |= self.generation.balance
         assert self._batch is not None
         index = place % self.args.num_slices
         micro_batches = self._batch.micro_batches(index, self.args.max_tokens_per_batch, self.ranks.share)

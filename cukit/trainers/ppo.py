@@ -7,6 +7,7 @@ et al. 2019. Names and metrics are those of TRL's PPOTrainer.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -160,6 +161,9 @@ class PPOTrainer(PolicyTrainer):
         if self.args.critic == "separate":
             micro_batches = [replace(rows, serves=name) for name in (POLICY, CRITIC) for rows in micro_batches]
         return micro_batches, metrics
+
+    def served_by(self, micro_batch: Rows) -> Iterable[str]:
+        return self.models if micro_batch.serves is None else (micro_batch.serves,)
 
     def compute_loss(self, rows: Rows) -> tuple[Tensor, dict[str, np.ndarray]]:
         """The loss of policy and critic, or of the one that this pass serves."""

@@ -9,20 +9,20 @@ what one rank does with the same batch, but for the order in which sums are adde
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import numpy as np
 
-from ..models.store import PIECES, Store
+from ..models.store import PIECES
 from ..parallel.config import TensorOptions
 from ..parallel.group import Group, RankLost
 from ..parallel.world import world
 from ..runs.progress import Progress
 from ..runs.signals import RunStopped
+from .gradient_sums import GradientSums
 from .tensor_parallel import divided
-from .zero import ShardedAdamW
 
 T = TypeVar("T")
 Sums = dict[str, Any]
@@ -119,40 +119,53 @@ class Ranks:
         """The sums of work() over the ranks; of names max/… the largest."""
         return merged(self.each(work, what))
 
-    def total(self, work: Callable[[], tuple[Sums, bool]], models: dict[str, Any], fast: bool) -> tuple[Sums, bool]:
-        """(sums, was there a gradient) of an optimizer batch of which work() does this rank's passes; afterwards every
-        rank holds the gradients of the whole batch.
+    def total(
+        self,
+        work: Callable[[GradientSums | None], tuple[Sums, bool]],
+        models: dict[str, Any],
+        learning: Collection[str],
+        passes: Sequence[Iterable[str]],
+        fast: bool,
+    ) -> tuple[Sums, bool]:
+        """(sums, was there a gradient) of an optimizer batch of which work() does this rank's passes, and tells the
+        given GradientSums of them; afterwards every rank holds the sums of the whole batch's gradients, or its shares.
+
+        models: by name. learning: those that the update is of. passes: for each pass of this rank those that it serves.
         """
         if not self.several:
-            return work()
+            return work(None)
+        if self.size == 1:  # all of them share one model
+            alone = self.each(lambda: work(None), "training")
+            return merged([sums for sums, _ in alone]), any(has for _, has in alone)
+        gradients = GradientSums(self.group, models, learning, passes, fast)
 
-        def passes() -> tuple[Sums, bool, dict]:
-            sums, has_gradient = work()
-            return sums, has_gradient, {name: _reached(one.model.trained_store) for name, one in models.items()}
+        def joined() -> tuple[Sums, bool, dict]:
+            try:
+                found = work(gradients)
+                gradients.finish()
+            except RankLost:
+                raise
+            except (Exception, RunStopped) as error:
+                self._join_after(error, gradients)
+                raise
+            return *found, gradients.reached()
 
-        found = self.each(passes, "training")
-        for name, one in models.items() if self.size > 1 else ():
-            reached = np.any([flags[name] for _, _, flags in found], axis=0)
-            sharded = isinstance(one.optimizer, ShardedAdamW)
-            self.add_gradients(one.model.trained_store, reached, fast, sharded)
+        try:
+            found = self.each(joined, "training")
+        finally:
+            gradients.end()
+        gradients.settle([reached for _, _, reached in found])
         return merged([sums for sums, _, _ in found]), any(has for _, has, _ in found)
 
-    def add_gradients(self, store: Store, reached: np.ndarray, fast: bool = False, sharded: bool = False) -> None:
-        """Add the ranks' gradients up, a bucket at a time, the one that a backward pass completes first at first.
-
-        reached: for each parameter whether any rank has a gradient. sharded: each rank needs its share alone. A
-        bucket's sum could begin as soon as the last pass has left it; here all passes are over.
+    def _join_after(self, error: BaseException, gradients: GradientSums) -> None:
+        """Join the sums in which the others wait for this rank. If that fails too, they learn of the end of this one in
+        that wait.
         """
-        for parameter, wanted in zip(store.parameters, reached, strict=True):
-            if wanted:
-                parameter.grad_buffer()
-        group = self.group.on(store.backend)
-        for bucket in reversed(store.buckets):
-            if any(wanted and parameter.slot.bucket is bucket for parameter, wanted in zip(store.parameters, reached)):
-                if sharded:
-                    group.reduce_scatter(bucket.grad, "gradients")
-                else:
-                    group.all_reduce(bucket.grad, "gradients", fast)
+        try:
+            gradients.finish()
+        except Exception:
+            text = f"{type(error).__name__}: {error}"[:500]
+            raise RankLost(f"rank {self.rank} failed in training: {text}") from error
 
     # ---- the run ----
 
@@ -235,10 +248,6 @@ def merged(parts: Iterable[Sums]) -> Sums:
             combine = np.maximum if name.startswith("max/") else np.add
             total[name] = combine(total[name], value) if name in total else value
     return total
-
-
-def _reached(store: Store) -> list[bool]:
-    return [parameter.grad is not None for parameter in store.parameters]
 
 
 def _sum_of_weights(model: Any) -> str:

@@ -13,6 +13,7 @@ import numpy as np
 from ..engine.config import SamplingParams
 from ..engine.llm import LLM
 from .batch import FINISH_REASONS, PackedBatch
+from .dealt_rollout import Dealt, play
 from .environment import Made
 from .episodes import Episode, Episodes
 
@@ -110,13 +111,15 @@ class Rollout:
         between_steps: Callable[[], None] | None = None,
         more: Callable[[list[int], Samples], list[tuple]] | None = None,
         row_of: Callable[[int], dict] | None = None,
+        dealt: Dealt | None = None,
     ) -> Samples:
         """sampling.n completions of each prompt (ids). seeds: one a prompt (sample j adds j); None for greedy.
 
         between_steps is called after every engine step; if it raises, no request is left behind. more(places, samples)
         is called with the completions of prompts that have ended; the (prompt, seed) pairs that it returns join the
-        others. row_of(place): the data row of a prompt, for environments. ValueError if the model's numbers are finite
-        in no completion at all.
+        others. row_of(place): the data row of a prompt, for environments. dealt: prompts are those of all ranks, and
+        the completions those of the groups that ended on this one. ValueError if the model's numbers are finite in no
+        completion at all.
         """
         params = [replace(sampling, seed=None if seeds is None else seeds[i]) for i in range(len(prompts))]
 
@@ -125,7 +128,12 @@ class Rollout:
             return [(ids, replace(sampling, seed=seed)) for ids, seed in more(places, samples)]
 
         self.llm.wake_up()
-        if self.episodes is None:
+        if dealt is not None:
+            ended = play(self.llm.core, prompts, params, between_steps or (lambda: None), dealt)
+            places = np.array(sorted(ended), np.int32)
+            samples = _samples(self.llm, [ended[place] for place in places.tolist()])
+            samples.groups = places[samples.groups]
+        elif self.episodes is None:
             requests = self.llm.run(prompts, params, between_steps, None if more is None else further)
             samples = _samples(self.llm, requests)
         else:
@@ -134,16 +142,22 @@ class Rollout:
             samples = _samples_of(self.llm, groups)
         if self.sleeps:
             self.llm.sleep()
-        if len(samples) and samples.failed.all():
-            raise ValueError(
-                f"the model's logits are not finite in any of {len(samples)} completions: its weights are damaged; go "
-                "back to an earlier checkpoint, with a lower learning_rate if they broke in training"
-            )
+        if dealt is None:
+            refuse_damaged(samples)
         return samples
 
     def weights_changed(self):
         """Cached keys and values belong to the old weights: forget them."""
         self.llm.reset_prefix_cache()
+
+
+def refuse_damaged(samples: Samples) -> None:
+    """ValueError if the model's numbers are finite in no completion."""
+    if len(samples) and samples.failed.all():
+        raise ValueError(
+            f"the model's logits are not finite in any of {len(samples)} completions: its weights are damaged; go "
+            "back to an earlier checkpoint, with a lower learning_rate if they broke in training"
+        )
 
 
 def _samples(llm, requests) -> Samples:

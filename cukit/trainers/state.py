@@ -23,6 +23,7 @@ from ..optim import AdamW
 from ..options import say_once
 from ..runs.record import machine
 from .ranks import Ranks
+from .sharded_weights import ShardedWeights
 from .tensor_parallel import own_states, whole_states
 from .zero import ShardedAdamW
 
@@ -32,12 +33,15 @@ POLICY, METHOD = "policy", "method."
 
 @dataclass
 class TrainedModel:
-    """A model that a run trains. The optimizer is made when the run begins. learning_rate: None is the run's."""
+    """A model that a run trains. The optimizer is made when the run begins. learning_rate: None is the run's. weights:
+    what shares them out among the ranks, None where each has all.
+    """
 
     name: str
     model: Decoder | ValueHead
     optimizer: AdamW | None = None
     learning_rate: float | None = None
+    weights: ShardedWeights | None = None
 
     def peak_rate(self, args) -> float:
         return args.learning_rate if self.learning_rate is None else self.learning_rate
@@ -47,7 +51,8 @@ def make_optimizer(model: Decoder | ValueHead, args, ranks: Ranks | None = None)
     """The AdamW of a model, or of its adapter, as the options say."""
     kind: Any = AdamW
     if args.zero_stage and ranks is not None and ranks.size > 1:
-        kind = partial(ShardedAdamW, group=ranks.group.on(model.store.backend), host=ranks.group)
+        group = ranks.group
+        kind = partial(ShardedAdamW, group=group.on(model.store.backend), host=group, stage=args.zero_stage)
     on_host = model.store.backend.name == "cpu"
     if args.offload_optimizer and on_host:
         say_once(logger, "offload_optimizer changes nothing on a CPU, where all memory is the host's")
@@ -67,6 +72,15 @@ def make_optimizer(model: Decoder | ValueHead, args, ranks: Ranks | None = None)
         seed=args.seed,
         offload=args.offload_optimizer and not on_host,
     )
+
+
+def share_weights(model: Decoder | ValueHead, zero_stage: int, ranks: Ranks) -> ShardedWeights | None:
+    """Prepare a model for ZeRO-3; None for a single rank, a head, and frozen weights beside an adapter: all keep them
+    whole.
+    """
+    if zero_stage < 3 or ranks.size == 1 or not isinstance(model, Decoder) or model.adapter is not None:
+        return None
+    return ShardedWeights(model, ranks.group.on(model.backend))
 
 
 def run_facts(trainer) -> dict:

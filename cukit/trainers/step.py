@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -21,6 +21,7 @@ from ..optim import AdamW, learning_rate_factor
 from ..options import say_once
 from ..runs.metrics import Timer
 from .config import TrainerConfig
+from .gradient_sums import GradientSums
 from .in_backward import UpdateInBackward
 from .loss import compute_and_backward
 from .ranks import Ranks
@@ -67,6 +68,10 @@ class Steps(ABC):
     def learns(self, name: str) -> bool:
         """Whether the model of this name is updated by the step that comes next."""
         return True
+
+    def served_by(self, micro_batch: Any) -> Iterable[str]:
+        """The names of the models that a pass reads and trains."""
+        return self.models
 
     @abstractmethod
     def make_batch(self, step: int) -> tuple[list, dict]:
@@ -151,20 +156,28 @@ class Steps(ABC):
         micro_batches: this rank's; the rest is of all ranks.
         """
         sums, has_gradient = self.ranks.total(
-            lambda: self._passes(micro_batches, in_backward), self.models, self.args.fast_reduction
+            lambda gradients: self._passes(micro_batches, in_backward, gradients),
+            self.models,
+            {name for name in self.models if self.learns(name)},
+            [self.served_by(micro_batch) for micro_batch in micro_batches],
+            self.args.fast_reduction,
         )
         for one in self.models.values():
             if (store := one.model.trained_store).tensor is not None:
                 store.tensor.complete_gradients(store)
         return float(sums.pop("loss", 0.0)), sums, has_gradient
 
-    def _passes(self, micro_batches: list, in_backward: UpdateInBackward | None) -> tuple[dict, bool]:
+    def _passes(
+        self, micro_batches: list, in_backward: UpdateInBackward | None, gradients: GradientSums | None
+    ) -> tuple[dict, bool]:
         """Forward and backward of each -> (sums of the arrays on the host, was there a gradient)."""
+        around = in_backward.updating if in_backward else gradients.summing if gradients else nullcontext
         be, has_gradient, scale = self.model.backend, False, self._loss_scale
         sums: dict[str, Any] = {}
         for micro_batch in micro_batches:
-            updating = nullcontext() if in_backward is None else in_backward.updating()
-            loss, extra = compute_and_backward(self, micro_batch, scale, updating)
+            loss, extra = compute_and_backward(self, micro_batch, scale, around())
+            if gradients is not None:
+                gradients.end_pass()
             has_gradient |= loss.requires_grad
             for name, value in (extra | {"loss": loss.data}).items():
                 combine = np.maximum if name.startswith("max/") else np.add

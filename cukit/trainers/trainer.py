@@ -39,7 +39,7 @@ from .config import TrainerConfig
 from .loop import Run
 from .lora import adapter_of, check_base, put_adapter, with_peft
 from .ranks import Ranks
-from .state import POLICY, TrainedModel
+from .state import POLICY, TrainedModel, share_weights
 from .step import Steps
 
 __all__ = ["Trainer", "TrainerCallback"]
@@ -107,8 +107,7 @@ class Trainer(Steps):
             self.eval_rows = self.read_rows(eval_dataset, "eval_dataset")
         elif args.evaluates != "no":
             raise ValueError(f"eval_strategy={args.evaluates} needs an eval_dataset")
-        self.total_steps = self.count_steps()
-        self._least_memory = least_memory(self.ranks.tensor, model.backend)
+        self.total_steps, self._least_memory = self.count_steps(), least_memory(self.ranks.tensor, model.backend)
         try:
             self.plan = self.plan_memory()
         except DoesNotFit as error:
@@ -116,6 +115,7 @@ class Trainer(Steps):
         for trained in self.models.values():
             if isinstance(trained.model, Decoder):
                 trained.model.gradient_checkpointing = self.plan.level
+            trained.weights = share_weights(trained.model, args.zero_stage, self.ranks)
         self.global_step, self.num_tokens = 0, 0
         self.evaluations: list[tuple[int, dict]] = []
         self.evaluation_due = False
@@ -184,8 +184,6 @@ class Trainer(Steps):
             trained = adapted(trained, *found)
         offloaded = self.args.offload_optimizer and policy.backend.name == "cuda"
         states: dict[str, Any] = {"moment_bytes": MOMENT_BYTES[self.args.optimizer_state], "offloaded": offloaded}
-        shared_by = self.args.num_processes if self.args.zero_stage else 1
-        states["gradient_bytes"] = 4 * shared_by  # the planner's ranks share gradients too; ZeRO-1's each hold all
         states["updated_in_backward"] = self.args.optimizer_in_bwd
         return plan_memory(
             [replace(use, **states) if use.trained else use for use in (trained, *more)],
@@ -193,7 +191,8 @@ class Trainer(Steps):
             self.model.backend,
             max_tokens_per_batch=most,
             gradient_checkpointing=self.args.gradient_checkpointing,
-            ranks=shared_by,
+            ranks=self.args.num_processes if self.args.zero_stage else 1,
+            zero_stage=self.args.zero_stage,
             memory_limit=self.args.memory.nbytes,
             **(self._least_memory or {}),
             **sizes,
@@ -249,6 +248,7 @@ class Trainer(Steps):
         """Metrics of the model as it is now on eval_dataset, {} without one; logged if a run is open."""
         if not self.eval_rows:
             return {}
+        self.whole_weights()
         metrics = self.run_evaluation()
         self.raise_if_stopped()  # the evaluation may have ended early
         self.evaluations.append((self.global_step, metrics))
@@ -262,13 +262,22 @@ class Trainer(Steps):
 
     def save_model(self, folder: str | os.PathLike) -> None:
         """Write a Hugging Face model folder: config.json, model.safetensors and the tokenizer's files. With use_peft an
-        adapter's folder, in PEFT's format. Of several ranks the first one writes.
+        adapter's folder, in PEFT's format. Every rank calls it, and the first one writes.
         """
+        self.whole_weights()
         if self.ranks.rank == 0:  # those that share the first one's models help it
             model = whole_model(self.model)
             if self.ranks.is_first:
                 save_model(model, folder)
                 self.tokenizer.save(folder)
+
+    def whole_weights(self) -> None:
+        """With zero_stage=3, gather all weights on every rank, which all call it: for what reads or uses them. The next
+        step drops them.
+        """
+        for one in self.models.values():
+            if one.weights is not None:
+                one.weights.whole()
 
     def is_world_process_zero(self) -> bool:
         """Whether this process is the first rank, or the only one: the one that writes files."""

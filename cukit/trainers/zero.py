@@ -1,9 +1,10 @@
-"""ZeRO-1: a rank keeps AdamW's states of its share of each bucket alone, and updates that share.
+"""ZeRO: a rank keeps AdamW's states of its share of each bucket alone, and updates that share.
 
-Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", stage 1. The sum of
+Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models". Stage 1: the sum of
 gradients is scattered, so that each rank gets its share of it; then each gathers the others' new weights. A share is a
 run of whole pieces of a bucket, and sums are made piece by piece: the numbers are those of the plain optimizer, bit for
-bit.
+bit. Stage 2: the gradients of each pass are scattered as it leaves them, and a rank keeps its share of their sum
+(gradient_sums.py). Stage 3: it keeps its share of the weights alone, too (sharded_weights.py).
 """
 
 from __future__ import annotations
@@ -25,11 +26,14 @@ class Shard:
         self.whole, self.part = bucket, bucket.shard(rank, ranks)
         self.backend, self.dtype, self.slots = bucket.backend, bucket.dtype, bucket.slots
         self.size, self.origin = self.part.stop - self.part.start, self.part.start
-        self.data = bucket.data[self.part]
+
+    @property
+    def data(self) -> Any:
+        return self.whole.data[self.part] if self.whole.own is None else self.whole.own
 
     @property
     def grad(self) -> Any:
-        return self.whole.grad[self.part]
+        return self.whole.grad[self.part] if self.whole.share is None else self.whole.share
 
     def own(self, elements: slice) -> slice:
         """Which of these elements of the bucket are in the share, counted from its own begin; perhaps none."""
@@ -49,12 +53,15 @@ class ShardedAdamW(AdamW):
     """AdamW of which each rank holds a share. step() and state_dict() are collective: every rank calls them.
 
     group: of the ranks, for arrays of the store's device; host: for arrays of the host. Before step(), each bucket's
-    gradient holds the sum over the ranks in this rank's share (reduce_scatter).
+    gradient holds the sum over the ranks in this rank's share (reduce_scatter); in stage 2 bucket.share is that.
     """
 
-    def __init__(self, store: Any, *settings: Any, group: Group, host: Group, **more: Any):
+    def __init__(self, store: Any, *settings: Any, group: Group, host: Group, stage: int = 1, **more: Any):
         if more.get("state_form") == "int8":
-            raise ValueError("zero_stage=1 would cut the blocks of optimizer_state=int8; give optimizer_state=bfloat16")
+            raise ValueError(
+                f"zero_stage={stage} would cut the blocks of optimizer_state=int8; give optimizer_state=bfloat16"
+            )
+        self.stage = stage
         self._group, self._host = group, host
         self._shards = {bucket: Shard(bucket, group.rank, group.size) for bucket in store.buckets}
         super().__init__(store, *settings, **more)
@@ -64,7 +71,8 @@ class ShardedAdamW(AdamW):
 
     def _grad_norm(self) -> float:
         be, ranks = self.store.backend, self._group.size
-        shards = [self._shards[bucket] for bucket in self.store.buckets if bucket.grad is not None]
+        buckets = [bucket for bucket in self.store.buckets if bucket.grad is not None or bucket.share is not None]
+        shards = [self._shards[bucket] for bucket in buckets]
         sums = be.empty((ranks, len(shards), PIECES // ranks), np.float64)
         sums[self._group.rank] = be.sums_of_squares([shard.grad for shard in shards], PIECES // ranks)
         self._group.all_gather(sums.reshape(-1), what="gradient norm")
@@ -78,7 +86,7 @@ class ShardedAdamW(AdamW):
     def _update_buckets(self, buckets: list[Bucket], lr: float, grad_scale: float) -> None:
         super()._update_buckets(buckets, lr, grad_scale)
         for bucket in buckets:
-            if super()._runs(bucket):
+            if super()._runs(bucket) and bucket.own is None:
                 self._group.all_gather(bucket.data, what="weights")
 
     # ---- checkpoints ----

@@ -42,6 +42,33 @@ def test_states_follow_their_dtypes_and_ranks():
     assert bytes_of(half, "weights in") == bytes_of(plan, "weights in")
 
 
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_stages_of_zero_share_gradients_and_weights_out(micro_batches):
+    weights, norms = parameter_counts(SHAPE)
+    numbers, vocabulary = weights + norms, SHAPE.vocab_size * SHAPE.hidden_size
+    layer = -(-(numbers - vocabulary) // SHAPE.num_hidden_layers)
+    few = dict(max_tokens_per_batch=64, ranks=4, micro_batches=micro_batches)
+    plans = [planned(zero_stage=stage, **few) for stage in (1, 2, 3)]
+    assert [bytes_of(plan, "weights' gradients") for plan in plans] == [
+        4 * numbers,
+        *[4 * (-(-numbers // 4) + vocabulary + 3 * layer)] * 2,
+    ]
+    assert len({bytes_of(plan, "moments") for plan in plans}) == 1
+    whole = bytes_of(plans[0], "policy: weights in")
+    assert bytes_of(plans[1], "policy: weights in") == whole
+    others = 2 * weights - 2 * weights // 4
+    assert bytes_of(plans[2], "policy: weights in") == whole - others
+    coming = 2 * (vocabulary + 2 * layer)
+    assert whole - bytes_of(plans[2], "other processes hold") == bytes_of(plans[2], "policy: weights in")
+    # a quarter of what comes and goes bounds the gap of a chunk of logits; whole weights leave no gaps in the pool
+    waste = (memory.POOL_WASTE + 0.25) * coming
+    assert plans[1].phase_bytes("training") - plans[2].phase_bytes("training") == pytest.approx(others - coming - waste)
+    assert bytes_of(plans[2], "gaps in the pool") - bytes_of(plans[1], "gaps in the pool") == pytest.approx(waste)
+    assert planned(zero_stage=3).items == planned().items  # of one process
+    adapter = ModelUse("policy", SHAPE, "bfloat16", True, adapter_parameters=10**6)
+    assert bytes_of(planned(uses=[adapter], zero_stage=3, **few), "other processes") == 0
+
+
 def test_more_models_hold_more():
     policy, reference = (ModelUse(name, SHAPE, "bfloat16", name == "policy") for name in ("policy", "reference"))
     both = planned(uses=[policy, reference])

@@ -24,6 +24,7 @@ from cukit.models.weights import whole_parts  # noqa: E402
 from cukit.parallel import watch  # noqa: E402
 from cukit.parallel.world import world  # noqa: E402
 from cukit.tokenizer import Tokenizer  # noqa: E402
+from cukit.trainers import dealing  # noqa: E402
 from cukit.trainers.reward import RewardTrainer  # noqa: E402
 from cukit.trainers.reward_config import RewardConfig  # noqa: E402
 
@@ -146,6 +147,19 @@ class Recorder:
             raise OSError("the disk of this rank is broken")
         elif self.does == "term":
             os.kill(os.getpid(), signal.SIGTERM)
+        elif self.does.endswith(" in rollout"):
+            trainer, go_on, early = self.trainer, self.trainer.raise_if_stopped, iter(range(6))
+            self.does = self.does.split()[0]
+            trainer.raise_if_stopped = lambda: (go_on(), next(early, None) is None and self.act())
+        elif self.does == "pass":  # in its second pass, while the others sum gradients
+            compute, passes = self.trainer.compute_loss, iter((False, True))
+
+            def failing(rows):
+                if next(passes):
+                    raise OSError("this rank cannot compute")
+                return compute(rows)
+
+            self.trainer.compute_loss = failing
         elif self.does == "linger":
             time.sleep(60)
         elif self.does == "reward":
@@ -156,11 +170,21 @@ class Recorder:
             self.trainer.scorer.functions[0] = broken
 
 
-def run_case(folder, method, resume=None, does=None, silent=None, **options):
+def make_slow(trainer, rank):
+    """A step of this rank's engine takes longer, and groups that move need not be large."""
+    dealing.PERIOD, dealing.LEAST_GAP, dealing.ROW = 0.01, 1, 1
+    go_on = trainer.raise_if_stopped
+    if trainer.ranks.rank == rank:
+        trainer.raise_if_stopped = lambda: (time.sleep(0.01), go_on())
+
+
+def run_case(folder, method, resume=None, does=None, silent=None, slow=None, **options):
     folder = Path(folder)
     watch.SILENT = silent or watch.SILENT
     folder.mkdir(parents=True, exist_ok=True)
     trainer = make_trainer(method, **{"output_dir": str(folder / "run")} | options)
+    if slow is not None and trainer.ranks.size > 1:
+        make_slow(trainer, slow)
     recorder = Recorder(trainer, does)
     last = trainer.train(resume)
     rank = world().rank

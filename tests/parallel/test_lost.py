@@ -80,6 +80,35 @@ def test_a_rank_that_fails_is_quoted(tmp_path):
     assert seconds < 50
 
 
+DEALT = {"method": "grpo", "balance_rollouts": "true", "slow": 1, "max_num_seqs": 8, "max_completion_length": 24,
+         "per_device_train_batch_size": 8}  # fmt: skip
+
+
+def test_a_rank_killed_in_a_rollout_whose_groups_move_is_named(tmp_path):
+    output, seconds = lost(3, tmp_path, **DEALT, does="kill in rollout")
+    lines = re.findall(r"error: rank 1 \(process \d+ on \S+\) was killed or has crashed, (.*); rank (\d) stops", output)
+    assert {rank for _, rank in lines} == {"0", "2"}, output
+    assert seconds < 30 and latest_checkpoint(tmp_path / "run" / "run").name == "checkpoint-2"
+
+
+def test_a_stop_in_a_rollout_whose_groups_move_stops_all_in_order(tmp_path):
+    found, output = run(2, tmp_path, {"run": CASE | DEALT | {"does": "term in rollout", "save_steps": 0}})
+    assert [told["step"] for told, _ in found["run"]] == [2, 2]
+    assert "stopped at step 2 of 6" in output
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_rank_that_fails_within_its_passes_is_quoted(stage, tmp_path):
+    """The others are at their sums of gradients, and in stage 3 at gathers of weights too."""
+    case = dict(does="pass", zero_stage=stage, max_tokens_per_batch=2)  # a pass a row
+    output, seconds = lost(2, tmp_path, **case)
+    assert "RankLost: rank 1 failed in training: OSError: this rank cannot compute" in output, output
+    assert "OSError: this rank cannot compute" in output
+    assert seconds < 30
+    saved = latest_checkpoint(tmp_path / "run" / "run")
+    assert saved is not None and saved.name == "checkpoint-3"  # the third batch has a row for each rank
+
+
 def test_an_error_in_a_reward_ends_all_ranks_and_saves(tmp_path):
     """One that the ranks agree on: the finished steps are saved by the first rank before any of them ends."""
     process = start(2, tmp_path, {"run": {"method": "grpo", "per_device_train_batch_size": 12, "does": "reward"}})
@@ -113,7 +142,7 @@ def test_sigusr1_at_mpirun_stops_all_in_order(tmp_path):
 def test_benchmarks_report_once(tmp_path):
     """bench train and bench grpo count the tokens of all processes."""
     for name, sizes, key in (
-        ("train", ("--rows", "2", "--tokens_per_row", "16", "--completion", "8", "--zero_stage", "1"), "tokens"),
+        ("train", ("--rows", "2", "--tokens_per_row", "16", "--completion", "8", "--zero_stage", "3"), "tokens"),
         ("grpo", ("--prompts", "2", "--num_generations", "2", "--prompt_length", "4", "--max_completion_length", "4"),
          "samples"),
     ):  # fmt: skip

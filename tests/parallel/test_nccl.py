@@ -14,7 +14,10 @@ import pytest
 from cukit.parallel import group as group_module
 from cukit.parallel import nccl as nccl_module
 from cukit.parallel.nccl import NCCLGroup
+from cukit.trainers.gradient_sums import GradientSums
+from cukit.trainers.state import TrainedModel
 
+from . import run_trainer
 from .threads import on_ranks
 
 BFLOAT16 = ml_dtypes.bfloat16
@@ -35,17 +38,26 @@ def device(array):
 
 
 class Stream:
+    """An event is (its stream, how many records were before it). `with stream:` makes it this thread's current one."""
+
     ptr = 77
 
     def __init__(self, non_blocking=False):
-        self.log = []
+        self.log, self.events = [], []
 
     def record(self):
         self.log.append("record")
-        return self
+        return self, self.log.count("record") - 1
 
     def wait_event(self, event):
         self.log.append("wait")
+        self.events.append(event)
+
+    def __enter__(self):
+        waiting.streams = [*getattr(waiting, "streams", []), self]
+
+    def __exit__(self, *_):
+        waiting.streams.pop()
 
 
 class Link:
@@ -102,12 +114,18 @@ nccl = SimpleNamespace(
 )  # fmt: skip
 
 
+def current_stream():
+    """Of this rank."""
+    if not getattr(waiting, "streams", []):
+        waiting.streams = [Stream()]
+    return waiting.streams[-1]
+
+
 @pytest.fixture
 def library(monkeypatch):
     """cukit/backend/cuda/nccl.py over the library of threads."""
     cupy, cuda = ModuleType("cupy"), ModuleType("cupy.cuda")
-    main = Stream()
-    cuda.nccl, cuda.Stream, cuda.get_current_stream = nccl, Stream, lambda: main
+    cuda.nccl, cuda.Stream, cuda.get_current_stream = nccl, Stream, current_stream
     cuda.Device = lambda: SimpleNamespace(pci_bus_id=waiting.place)
     cupy.cuda, cupy.empty_like = cuda, lambda array: np.empty_like(array)
     cupy.empty = lambda shape, dtype: device(np.empty(shape, dtype))
@@ -206,6 +224,59 @@ def test_a_sum_of_two_ranks_or_a_small_one_is_one_launch_of_its_own(size, small,
         return group._link._stream.log
 
     assert on_gpus(size, work) == [["wait", "record"]] * size
+
+
+def test_what_runs_beside_waits_for_what_was_told_and_is_waited_for_at_join(library):
+    """Sums and arithmetic have a stream of their own: it waits for the computing one, which waits for it at join()."""
+
+    def work(group):
+        link, main = group._link, current_stream()
+        arrays = [device(np.full(6, group.rank + 1.0, np.float32)) for _ in range(2)]
+        with group.beside():
+            assert current_stream() is link._side  # so that memory comes from that stream's pool
+            group.all_reduce(arrays[0])
+            share = group.reduce_scatter(arrays[1]) * 2
+        assert current_stream() is main
+        assert link._side.events[0] == (main, 0) and main.events == []
+        calls = len(link._stream.events)
+        assert calls and all(event[0] is link._side for event in link._stream.events)
+        assert [event for event in link._side.events[1:]] == [(link._stream, at) for at in range(calls)]
+        moment = group.moment()
+        with group.beside():
+            pass
+        group.join(moment)
+        assert main.events == [moment] and moment[0] is link._side
+        group.join()
+        assert main.events[1] == (link._side, moment[1] + 1)  # recorded now
+        return arrays[0].tolist(), share.tolist()
+
+    assert on_gpus(2, work) == [([3.0] * 6, [6.0] * 3)] * 2
+
+
+def test_gradients_are_summed_beside_the_backward_pass(library):
+    """No sum holds the computing stream up but in stage 2, where gradients live until their sum is joined."""
+
+    for stage in (0, 1, 2):
+
+        def work(group, stage=stage):
+            store, main = run_trainer.model("float32").trained_store, current_stream()
+            models = {"policy": TrainedModel("policy", SimpleNamespace(trained_store=store, backend=store.backend))}
+            models["policy"].optimizer = SimpleNamespace(stage=stage)
+            group.on = lambda backend: group
+            sums = GradientSums(group, models, models, [("policy",)])
+            for bucket in store.buckets:
+                bucket.grad = device(np.ones(bucket.size, np.float32))
+            held = [bucket.grad for bucket in store.buckets]
+            sums.end_pass()
+            waits = len(main.events)
+            assert waits == (0 if stage < 2 else len(held) - 1)  # each waits for the one before
+            assert stage < 2 or sums._in_flight[0] is held[0]
+            sums.finish()
+            sums.settle([sums.reached()])
+            assert len(main.events) == waits + 1 and sums._in_flight is None
+            return len(held)
+
+        assert on_gpus(2, work) == [6, 6]
 
 
 def test_two_ranks_on_one_gpu_are_refused(library):

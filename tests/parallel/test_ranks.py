@@ -14,6 +14,8 @@ from .launch import needs_mpi, run
 
 pytestmark = [pytest.mark.mpi, needs_mpi]
 
+# groups move from a rank that is slow
+BALANCED = dict(balance_rollouts="true", max_completion_length=24, max_num_seqs=8, max_steps=1)
 # case -> options of one rank; per_device_train_batch_size is divided among ranks
 CASES = {
     "sft": dict(method="sft"),
@@ -35,6 +37,11 @@ CASES = {
     "grpo turns": dict(method="grpo", plays=True, max_completion_length=20),
     "grpo sampled evaluation": dict(method="grpo", num_generations_eval=2, max_steps=1,
                                     advantage_estimator="reinforce_plus_plus"),
+    "grpo balanced": dict(method="grpo", slow=1, **BALANCED | {"max_steps": 2}),
+    "grpo balanced running": dict(method="grpo", slow=0, **BALANCED | {"max_num_seqs": 64}),
+    "grpo balanced rounds": dict(method="grpo", slow=1, dynamic_sampling=True, max_num_gen_batches=3, num_generations=2,
+                                 **BALANCED, per_device_train_batch_size=12),
+    "ppo balanced": dict(method="ppo", slow=1, **BALANCED),
     "ppo": dict(method="ppo", num_mini_batches=2, kl_coef=0.1, whiten_rewards=True, normalize_rewards=True,
                 per_device_train_batch_size=6),
     "ppo shared": dict(method="ppo", critic="shared", beta=0.05, kl_target=0.5, bootstrap_truncated=True,
@@ -42,8 +49,14 @@ CASES = {
     "ppo zero": dict(method="ppo", num_mini_batches=2, critic_warmup_steps=1, zero_stage=1, max_grad_norm=0.1,
                      per_device_train_batch_size=6),
     "ppo warm-up": dict(method="ppo", critic_warmup_steps=2),
+    "sft zero 2": dict(method="sft", zero_stage=2, max_tokens_per_batch=16, gradient_checkpointing="full"),
+    "ppo zero 2 lora": dict(method="ppo", zero_stage=2, use_peft=True, lora_r=4, lora_alpha=8, critic="shared"),
+    "grpo zero 3": dict(method="grpo", zero_stage=3, beta=0.1, steps_per_generation=2, num_iterations=2, eval_steps=2,
+                        eval_strategy="steps", gradient_checkpointing="selective"),
+    "ppo zero 3": dict(method="ppo", zero_stage=3, num_mini_batches=2, critic_warmup_steps=1, max_grad_norm=0.1,
+                       per_device_train_batch_size=6),
 }  # fmt: skip
-TIMED = ("time/", "step_time", "tokens_per_second", "eval/runtime", "eps")
+TIMED = ("time/", "step_time", "tokens_per_second", "eval/runtime", "eps", "balance/")
 # rows of a batch, which 1, 2 and 3 ranks divide
 SIZES = {"sft": 6, "reward": 6, "grpo": 24, "ppo": 12}
 
@@ -77,11 +90,9 @@ def test_ranks_do_what_one_rank_does(case, one, several):
     """
     (truth, columns), float32 = one[1][case][0], "float32" in case
     for told, arrays in several[1][case]:
-        assert arrays.keys() == columns.keys()
-        for name, array in columns.items():
-            kind, step = name.split("/")[:2]
-            if kind == "gradient" and "zero" in case:
-                continue  # a rank has its share of the sum alone
+        assert compared(arrays, case) == compared(columns, case)
+        for name in compared(columns, case):
+            array, (kind, step) = columns[name], name.split("/")[:2]
             scale = norm_of(columns, step) if kind == "gradient" else np.abs(array).max(initial=1e-30)
             tolerance = 1e-6 if float32 else 1e-12 if step == "0" else 1e-9
             tolerance *= 10 if name.endswith("advantages") else 1  # divided by a small spread
@@ -93,6 +104,11 @@ def test_ranks_do_what_one_rank_does(case, one, several):
         assert told["step"] == truth["step"]
 
 
+def compared(arrays, case):
+    """With ZeRO a rank has its share of the gradients' sum alone, from stage 2 on not as a gradient."""
+    return {name for name in arrays if not ("zero" in case and name.startswith("gradient/"))}
+
+
 def norm_of(arrays, step):
     """Of all models' gradients of a step."""
     return np.sqrt(sum(np.square(x).sum() for name, x in arrays.items() if name.startswith(f"gradient/{step}/")))
@@ -102,9 +118,8 @@ def norm_of(arrays, step):
 def test_all_ranks_hold_the_same_bits(case, several):
     (_, first), *others = several[1][case]
     for _, other in others:
-        for name, array in first.items():
-            if not (name.startswith("gradient/") and "zero" in case):
-                np.testing.assert_array_equal(array, other[name], err_msg=name)
+        for name in compared(first, case):
+            np.testing.assert_array_equal(first[name], other[name], err_msg=name)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -134,6 +149,13 @@ def close(ours, theirs, case):
             assert ours[name] == pytest.approx(value, rel=tolerance, abs=tolerance), name
 
 
+@pytest.mark.parametrize("case", [case for case in CASES if "balanced" in case])
+def test_groups_have_moved(case, several):
+    rows = read_jsonl(several[0] / case / "run" / "metrics.jsonl")
+    assert sum(row.get("balance/moved_groups", 0) for row in rows) > 0
+    assert all(row["time/rollout_wait"] >= 0 for row in rows if "balance/moved_groups" in row)
+
+
 def test_a_run_repeats_bit_for_bit(several, tmp_path):
     folder, found = several
     ranks = len(found["sft"])
@@ -151,7 +173,7 @@ def test_saved_on_two_ranks_resumed_on_one_and_three(tmp_path):
     """
     cases = {
         name: CASES[name] | {"dtype": "float32", "adam_epsilon": 1e-3}
-        for name in ("grpo dapo", "ppo", "lora", "ppo zero")
+        for name in ("grpo dapo", "ppo", "lora", "ppo zero", "ppo zero 3")
     }
     run(2, tmp_path, {name: sized(case, 2) | {"max_steps": 1} for name, case in cases.items()})
     truth, _ = run(1, tmp_path / "through", cases)

@@ -172,12 +172,13 @@ def test_every_rank_gets_the_first_ones_error_of_saving(monkeypatch, tmp_path):
     assert len(calls) == 2  # after step 1, where training went on, and at the end; by one rank
 
 
-@pytest.mark.parametrize("options", [{}, {"fast_reduction": True}, {"zero_stage": 1}])
+@pytest.mark.parametrize("options", [{}, {"fast_reduction": True}, *({"zero_stage": stage} for stage in (1, 2, 3))])
 def test_options_reach_the_sum_of_gradients_and_the_optimizer(options, monkeypatch, tmp_path):
     """fast_reduction: the library's own sum, once a bucket. zero_stage: a rank holds the states of its half alone."""
     groups, added, updated = {}, [], []
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
-    monkeypatch.setattr(ranks_module, "world", lambda: groups[get_ident()])
+    for module in (ranks_module, run_trainer):
+        monkeypatch.setattr(module, "world", lambda: groups[get_ident()])
     add_up, step = ThreadGroup._add_up, AdamW.step
     monkeypatch.setattr(
         ThreadGroup, "_add_up", lambda self, array, what: added.append(what) or add_up(self, array, what)
@@ -189,6 +190,7 @@ def test_options_reach_the_sum_of_gradients_and_the_optimizer(options, monkeypat
         sizes = {"max_steps": 1, "per_device_train_batch_size": 6}
         trainer = run_trainer.make_trainer("sft", output_dir=str(tmp_path / "run"), **sizes | options)
         trainer.train()
+        assert getattr(trainer.optimizer, "stage", 0) == options.get("zero_stage", 0)
         return len(trainer.model.store.buckets)
 
     buckets, again = on_ranks(2, rank)

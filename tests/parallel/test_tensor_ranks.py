@@ -13,6 +13,7 @@ from cukit.parallel.world import world
 from cukit.runs.signals import RunStopped
 from cukit.trainers import ranks as ranks_module
 from cukit.trainers.config import SFTConfig
+from cukit.trainers.grpo_config import GRPOConfig
 from cukit.trainers.ranks import FailedElsewhere, Ranks
 from cukit.trainers.tensor_parallel import divided
 
@@ -138,6 +139,11 @@ def test_ranks_with_the_same_part_must_have_the_same_weights():
 def test_what_does_not_go_together_is_refused(more, message):
     with pytest.raises(ValueError, match=message):
         SFTConfig(**{"tensor_parallel_size": 2} | more)
+
+
+def test_groups_that_move_are_refused():
+    with pytest.raises(ValueError, match="balance_rollouts=true .* tensor_parallel_size"):
+        GRPOConfig(tensor_parallel_size=2, balance_rollouts="true")
 
 
 def test_environments_are_refused():

@@ -1,11 +1,14 @@
 """A group whose ranks are threads of this process: for tests that need no MPI."""
 
+import pickle
 import threading
+from collections import deque
 from types import SimpleNamespace
 
 import numpy as np
 
 from cukit.parallel.group import RankedGroup
+from cukit.parallel.mailbox import Mailbox
 
 
 class ThreadGroup(RankedGroup):
@@ -32,6 +35,9 @@ class ThreadGroup(RankedGroup):
         made = self.gather_values(made)[ranks[0]]
         return ThreadGroup(ranks.index(self.rank), len(ranks), *made) if self.rank in ranks else None
 
+    def mailbox(self):
+        return ThreadMailbox(self.rank, self.gather_values(deque()))
+
     def broadcast(self, array, root=0, what="broadcast"):
         array[...] = self.gather_values(array.copy(), what)[root]
 
@@ -46,6 +52,25 @@ class ThreadGroup(RankedGroup):
 
     def _empty_like(self, array):
         return np.empty_like(array)
+
+
+class ThreadMailbox(Mailbox):
+    """One rank's of a list of queues."""
+
+    def __init__(self, rank, boxes):
+        self.rank, self.size, self._boxes = rank, len(boxes), boxes
+
+    def send(self, rank, value):
+        self._boxes[rank].append((self.rank, pickle.dumps(value)))
+
+    def receive(self):
+        if not self._boxes[self.rank]:
+            return None
+        sender, value = self._boxes[self.rank].popleft()
+        return sender, pickle.loads(value)
+
+    def check(self):
+        pass
 
 
 def on_ranks(size, work, timeout=60):

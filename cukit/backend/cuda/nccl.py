@@ -1,7 +1,7 @@
 """NCCL through CuPy: exchanges between the GPUs of several processes, for parallel/nccl.py.
 
 Everything runs on a stream of its own: after what the device was told before the call, and before what it is told
-after it. The host does not wait.
+after it, unless it is called beside(). The host does not wait.
 """
 
 from collections.abc import Iterator
@@ -42,6 +42,26 @@ class Communicator:
         self.size, self.rank = size, rank
         self._link = nccl.NcclCommunicator(size, unique_id, rank)
         self._stream = cp.cuda.Stream(non_blocking=True)
+        self._side = cp.cuda.Stream(non_blocking=True)  # which waits for the calls beside what is computed
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        """Inside, calls and arithmetic come after what the device was told before, and what it is told later waits for
+        them at join() alone. What is allocated inside comes from the pool of that stream, so that no kernel outside
+        gets memory that is still in use here; arrays from outside must live until join().
+        """
+        self._side.wait_event(cp.cuda.get_current_stream().record())
+        with self._side:
+            yield
+
+    def moment(self):
+        """After all that was begun beside() so far."""
+        return self._side.record()
+
+    @staticmethod
+    def join(moment) -> None:
+        """What the device is told from now on comes after that moment."""
+        cp.cuda.get_current_stream().wait_event(moment)
 
     def swap(self, outgoing: list, incoming: list) -> None:
         """Send outgoing[r] to rank r and receive incoming[r] from it; entries of this rank are left alone."""
