@@ -258,7 +258,9 @@ class AdamW:
         Each piece of a bucket is summed, then the pieces in order. So ranks that hold whole pieces get the bits of one
         that holds all.
         """
-        be = self.store.backend
+        be, tensor = self.store.backend, self.store.tensor
+        if tensor is not None:
+            return math.sqrt(tensor.sum_of_squares(self.store, PIECES)) / self.loss_scale
         grads = [bucket.grad for bucket in self.store.buckets if bucket.grad is not None]
         return math.sqrt(be.sum_in_order(be.sums_of_squares(grads, PIECES))) / self.loss_scale
 

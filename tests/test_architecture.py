@@ -36,7 +36,7 @@ LAYERS = {
     "rewards": {"options", "user_code"},
     "parallel": {"backend", "options"},
     "runs": {"models", "backend", "cukit"},
-    "engine": BELOW_ENGINE | {"tokenizer"},
+    "engine": BELOW_ENGINE | {"tokenizer", "parallel"},
     "trainers": BELOW_ENGINE | BESIDE | {"engine"},
     "bench": BELOW_ENGINE | BESIDE | {"cukit", "engine", "trainers"},
     "commands": BELOW_ENGINE | BESIDE | {"cukit", "engine", "trainers", "bench"},
@@ -125,7 +125,7 @@ HELPERS = {
     "kernels": set(),
     "cuda": set("checked compile constants cublas exact loader nccl pool verdicts versions".split()),
     "numpy": {"attention_core", "threads"},
-    "ops": {"elementwise"},
+    "ops": {"elementwise", "tensor_parallel"},
 }
 # Functions of ops/ with options of their own, in place of their forward passes' arguments.
 OTHER_ARGUMENTS = {"adapter", "policy_loss", "ppo_loss"}

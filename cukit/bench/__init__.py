@@ -8,7 +8,7 @@ from typing import Any
 from ..engine.config import LORA_OPTIONS, EngineConfig, MemoryOptions
 from ..models.config import DTYPES, LEVELS, LEVELS_OF_BOOLS
 from ..options import Options, check_choices, check_range, nested, option, require
-from ..parallel.config import ParallelOptions
+from ..parallel.config import ParallelOptions, TensorOptions
 from ..trainers.lora_config import LoraOptions
 from ..trainers.memory_config import StateOptions
 from . import presets
@@ -80,11 +80,15 @@ class GenerateBench(BenchOptions):
     )
     scale: float | None = option(None, "multiplies counts and lengths; default: 1 on cuda, 0.1 on cpu")
     repeats: int = option(2, "measured runs, after two that are not")
+    batches: list[int] | None = option(None, "sequences of each decode workload; default: 1 and 8")
     engine: EngineConfig = nested(EngineConfig, without=("seed", *LORA_OPTIONS))
     lora: LoraOptions = nested(LoraOptions)
+    tensor: TensorOptions = nested(TensorOptions)
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        for batch in self.batches or ():
+            require(batch >= 1, f"batches must be at least 1, got {batch}")
         check_range(self, "repeats", 1)
         check_range(self, "scale", 0, 1, open_low=True)
 

@@ -4,12 +4,15 @@ runs to its full length.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from ..engine.config import EngineConfig, SamplingParams
 from ..engine.llm import LLM
+from ..engine.tensor_parallel import take_tensor
+from ..options import given_values
 from . import GenerateBench
 from .measure import memory_in_use, seconds_of
 from .report import new_report
@@ -18,7 +21,7 @@ from .subject import Subject, build_model, check_length, choose_subject, scale_o
 MOST_ROWS = (
     512  # sequences at once unless --max_num_seqs says otherwise; the engine's own number where a workload has fewer
 )
-DECODE_BATCHES = (1, 8)
+DECODE_BATCHES = (1, 8)  # unless --batches says otherwise
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,9 @@ class Workload:
         return max(len(prompt) + params.max_tokens for prompt, params in zip(self.prompts, self.params, strict=True))
 
 
-def workloads(name: str, scale: float, seed: int, vocab_size: int) -> list[Workload]:
+def workloads(
+    name: str, scale: float, seed: int, vocab_size: int, batches: Sequence[int] = DECODE_BATCHES
+) -> list[Workload]:
     """N and G are one workload; decode is one for each batch size."""
     generator = np.random.default_rng(seed)
 
@@ -84,23 +89,25 @@ def workloads(name: str, scale: float, seed: int, vocab_size: int) -> list[Workl
             [prompt(scaled(128, scale)) for _ in range(batch)],
             [params(i, tokens) for i in range(batch)],
         )
-        for batch in DECODE_BATCHES
+        for batch in batches
     ]
 
 
 def run(options: GenerateBench, engine_options: dict) -> dict:
     """The report: a row for each measured run."""
+    tensor = take_tensor(given_values(options.tensor))  # before anything of CUDA
     subject = choose_subject(options)
     before = memory_in_use(subject.backend)
     scale = scale_of(options, subject)
-    loads = workloads(options.workload, scale, options.seed, subject.config.vocab_size)
+    given = options.seed, subject.config.vocab_size, options.batches or DECODE_BATCHES
+    loads = workloads(options.workload, scale, *given)
     longest = max(load.longest for load in loads)
     check_length(subject, longest, "lower --scale")
     rows = max(EngineConfig.max_num_seqs, min(MOST_ROWS, max(load.samples for load in loads)))
     settings = {"max_model_len": longest, "max_num_seqs": rows} | engine_options
-    model = build_model(subject, options.seed, options.lora)
+    model = build_model(subject, options.seed, options.lora, tensor)
     report = new_report("generate", subject, options)
-    report |= {"scale": scale, "engine": settings}
+    report |= {"scale": scale, "engine": settings, "processes": 1 if tensor is None else tensor.size}
     with LLM.from_model(model, None, **settings) as llm:
         report["memory_gb"] = (memory_in_use(subject.backend) - before) / 1e9
         for load in loads:

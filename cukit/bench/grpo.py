@@ -65,7 +65,7 @@ def _trainer(options: GRPOBench, subject: Subject, scale: float, folder: str) ->
     length = options.prompt_length or scaled(PROMPT, scale)
     completion = options.max_completion_length or scaled(COMPLETION, scale)
     check_length(subject, length + completion, "lower --prompt_length, --max_completion_length or --scale")
-    of_all = prompts * num_processes(), length
+    of_all = prompts * num_processes() // options.parallel.tensor_parallel_size, length
     ids = np.random.default_rng(options.seed).integers(0, subject.config.vocab_size, of_all)
     samples = prompts * options.num_generations
     limits = {"max_model_len": length + completion, "max_num_seqs": min(samples, MOST_ROWS)}

@@ -11,7 +11,9 @@ from ..engine.memory import hold_memory
 from ..models.adapters import Adapter
 from ..models.config import ModelConfig
 from ..models.decoder import Decoder
+from ..models.tensor_parallel import TensorParallel
 from ..models.weights import load_config, load_model
+from ..options import require
 from ..trainers.lora_config import LoraOptions
 
 QWEN3 = dict(
@@ -110,14 +112,19 @@ def config_of(name: str) -> ModelConfig:
     return load_config(name)
 
 
-def build_model(subject: Subject, seed: int, lora: LoraOptions | None = None) -> Decoder:
-    """The folder's model, or one of this shape with random weights; with a new adapter if that is asked for."""
+def build_model(
+    subject: Subject, seed: int, lora: LoraOptions | None = None, tensor: TensorParallel | None = None
+) -> Decoder:
+    """The folder's model, or one of this shape with random weights; with a new adapter if that is asked for. tensor:
+    the ranks that share it.
+    """
     if subject.folder is not None:
-        model = load_model(subject.folder, subject.backend.name, subject.dtype.name)
+        model = load_model(subject.folder, subject.backend.name, subject.dtype.name, tensor=tensor)
     else:
-        model = Decoder(subject.config, subject.backend, subject.dtype)
+        model = Decoder(subject.config, subject.backend, subject.dtype, tensor=tensor)
         model.init_weights(seed)
     if lora is not None and lora.use_peft:
+        require(tensor is None, "use_peft adapts whole models: leave out tensor_parallel_size")
         Adapter(model, lora.adapter(None), lora.lora_way, seed, lora.lora_base_on_host)
     return model
 

@@ -8,6 +8,7 @@ import statistics
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -57,13 +58,14 @@ def make_step(options: TrainBench, subject: Subject, scale: float) -> Step:
             f"completion={completion} must be below tokens_per_row={length}: nothing precedes a row's first token"
         )
     check_length(subject, length, "lower --tokens_per_row or --scale")
-    tokens = np.random.default_rng(options.seed + launched_rank()).integers(
+    sharing = options.parallel.tensor_parallel_size
+    tokens = np.random.default_rng(options.seed + launched_rank() // sharing).integers(
         0, subject.config.vocab_size, (rows, length)
     )
     mask = np.tile(np.arange(length) >= length - completion, rows)
     batch = PackedBatch.build(list(tokens), mask).to(subject.backend)
     parts = batch.micro_batches(0, options.max_tokens_per_batch or rows * length)
-    everyone = num_processes()
+    everyone = num_processes() // sharing
     return Step(parts, rows * length * everyone, rows * completion * everyone)
 
 
@@ -73,7 +75,8 @@ def run(options: TrainBench) -> dict:
     before = memory_in_use(subject.backend)
     scale = scale_of(options, subject)
     step = make_step(options, subject, scale)
-    model = build_model(subject, options.seed, options.lora)
+    ranks = Ranks(options=options.parallel)
+    model = build_model(subject, options.seed, options.lora, ranks.tensor)
     report = new_report("train", subject, options) | {"scale": scale, "micro_batches": len(step.micro_batches)}
     report["processes"] = num_processes()
     rows = report["rows"]
@@ -90,7 +93,7 @@ def run(options: TrainBench) -> dict:
         "optimizer_in_bwd=true updates a layer before the gradients of several processes are added up; leave it out",
     )
     offload = states.offload_optimizer and subject.backend.name != "cpu"
-    ranks, kind = Ranks(), AdamW
+    kind: Any = AdamW
     if options.parallel.zero_stage and ranks.size > 1:
         group, stage = ranks.group, options.parallel.zero_stage
         kind = partial(ShardedAdamW, group=group.on(subject.backend), host=group, stage=stage)
@@ -187,6 +190,8 @@ def _train(
     models = {POLICY: TrainedModel(POLICY, model, optimizer, weights=weights)}
     fast = parallel is not None and parallel.fast_reduction
     (ranks or Ranks(Group())).total(passes, models, models, [(POLICY,)] * len(step.micro_batches), fast)
+    if model.tensor is not None:
+        model.tensor.complete_gradients(model.trained_store)
     if update is None:
         optimizer.step()
     else:

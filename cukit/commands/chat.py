@@ -1,6 +1,7 @@
 """chat: a conversation with a model on the terminal, or its answer to one prompt. generate talks through it too."""
 
 import json
+import os
 import re
 import signal
 import sys
@@ -15,6 +16,7 @@ from typing import Any
 from ..engine.config import LORA_OPTIONS, EngineConfig, MemoryOptions, SamplingParams
 from ..models.config import DTYPES
 from ..options import Options, changed, given_values, nested, option
+from ..parallel.config import TensorOptions, launched_rank
 from ..runs.terminal import for_stream
 from .conversation import Conversation
 from .dry_run import show_engine
@@ -45,6 +47,7 @@ class ChatOptions(Options):
     memory: MemoryOptions = nested(MemoryOptions)
     sampling: SamplingParams = nested(SamplingParams, without=("logprobs", "n"))
     engine: EngineConfig = nested(EngineConfig, without=("seed", *LORA_OPTIONS))
+    tensor: TensorOptions = nested(TensorOptions)
 
 
 def chat(values: dict[str, Any]) -> None:
@@ -52,7 +55,7 @@ def chat(values: dict[str, Any]) -> None:
     if found is None:
         return
     llm, options, prompt = found
-    if sys.stdin.isatty():
+    if sys.stdin.isatty() and options.tensor_parallel_size == 1:
         Chat(llm, options).converse(prompt)
     elif prompt is not None:
         say(Chat(llm, options).answer(prompt))
@@ -72,9 +75,23 @@ def ready(
     if options.dry_run:
         show_engine(options, options.model, changed(options.engine, **more(options)))
         return None
+    if options.tensor_parallel_size > 1:
+        _let_one_speak(options)
     prompt = options.prompt if options.prompt is not None or sys.stdin.isatty() else _stdin()
     given = {"device": options.device, "dtype": options.dtype, "memory_limit": options.memory.nbytes}
+    given |= given_values(options.tensor)
     return LLM(folder, **given, **given_values(options.engine) | more(options)), options, prompt
+
+
+def _let_one_speak(options: Any) -> None:
+    """Of the processes that share the model all compute the same; the first one says it."""
+    if options.prompt is None:
+        raise ValueError(
+            f"tensor_parallel_size={options.tensor_parallel_size} processes share the model, and the terminal is one's "
+            "alone: give --prompt"
+        )
+    if launched_rank():
+        sys.stdout = open(os.devnull, "w")
 
 
 def _stdin() -> str:

@@ -37,12 +37,12 @@ def show_engine(options: Any, model: str, config: EngineConfig) -> None:
     from ..engine.memory import plan_memory
     from ..engine.shapes import ModelUse
 
-    limit = options.memory.nbytes
+    limit, ranks = options.memory.nbytes, getattr(options, "tensor_parallel_size", 1)  # evaluate shares no model
     shape = model_shape(model, options.device, options.dtype, limit)
     _print_options(stated_values(options))
 
     def plan(engine: EngineConfig, quiet: bool = False) -> Any:
-        uses = [ModelUse("model", shape.config, shape.dtype)]
+        uses = [ModelUse("model", shape.config.part_of(ranks), shape.dtype)]
         return plan_memory(uses, engine, shape.backend, memory_limit=limit, quiet=quiet)
 
     def tried() -> Any:

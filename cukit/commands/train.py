@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ..options import Options, option
-from ..parallel.config import launched_rank
+from ..parallel.config import launched_rank, num_processes
 from ..parallel.world import world
 from ..trainers.config import SFTConfig, TrainerConfig
 from ..trainers.grpo_config import GRPOConfig
@@ -68,7 +68,7 @@ def _train(values: dict[str, Any], args: TrainerConfig, trainer_class: Any, **mo
             show_training(trainer_class, args, read)
         return 0
 
-    if args.num_processes > 1:
+    if num_processes() > 1:
         world()  # before anything of CUDA
 
     class CommandLineTrainer(trainer_class):

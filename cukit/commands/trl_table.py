@@ -170,6 +170,9 @@ ROWS: tuple[Row, ...] = (
     *_not_yet(
         "weights that several GPUs share",
         *("deepspeed", "fsdp", "fsdp_config", "parallelism_config", "accelerator_config"),
+    ),
+    *_not_yet(
+        "an engine alone that several GPUs share (tensor_parallel_size shares all models)",
         vllm_tensor_parallel_size=1,
     ),
     # ---- logs, evaluations, checkpoints ----

@@ -58,6 +58,11 @@ class EngineCore:
         if tokenizer is not None:
             model.limit_vocabulary(tokenizer.vocab_size)
         self.vocab_size = model.vocab_size
+        if model.tensor is not None and config.enable_lora:
+            raise ValueError(
+                "enable_lora serves adapters of whole models, and the processes of tensor_parallel_size="
+                f"{model.tensor.size} share this one: leave one of the two out"
+            )
         model.exact = config.exact
         self.plan, self.config = planned(config, model)
         config = self.config

@@ -31,9 +31,9 @@ from .core import EngineCore, EngineStats
 from .memory import hold_memory
 from .request import Request, Sequence
 from .scores import adapter_scores, checked_sequences
+from .tensor_parallel import take_tensor
 
 logger = logging.getLogger(__name__)
-
 Checked = list[tuple[np.ndarray, str | None, Any]]  # prompts as check_prompt() gives them, and their adapters
 More = Callable[[list[int], list[Request]], list[tuple]]  # see LLM.run
 
@@ -42,17 +42,18 @@ class LLM:
     """A model with its KV cache. Any number of threads may call it: one computes, for all.
 
     model: a Hugging Face model folder (or hub name). device: auto | cuda | cpu. dtype: auto (bfloat16 on cuda, float32
-    on cpu) | a dtype name. options: memory_limit (the most that this process may take of the GPU: "24GB") and the
-    fields of EngineConfig (max_model_len, max_num_seqs, gpu_memory_utilization, enforce_eager, …).
+    on cpu) | a dtype name. options: memory_limit (the most that this process may take of the GPU: "24GB"); those of
+    EngineConfig (max_model_len, …); tensor_parallel_size: so many processes, which all make the same calls.
     """
 
     def __init__(self, model: str | Path, device: str = "auto", dtype: str = "auto", **options: Any):
         limit = options.pop("memory_limit", None)
+        tensor = take_tensor(options)  # before anything of CUDA
         config = engine_config(None, options)
         if limit is not None:
             hold_memory(backend_for(device), bytes_of(limit, "memory_limit"))
         folder = model_folder(model)
-        loaded = load_model(folder, device, dtype)
+        loaded = load_model(folder, device, dtype, tensor=tensor)
         own, config_folder = tokenizer_folders(folder)
         tokenizer = Tokenizer.from_folder(own, config_folder) if (own / "tokenizer.json").is_file() else None
         self._set_up(loaded, tokenizer, config, stored_eos(own))

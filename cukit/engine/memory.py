@@ -27,10 +27,12 @@ from .shapes import (
     block_bytes,
     cache_dtype,
     lasting_items,
+    logit_columns,
     rollout_items,
     training_items,
     weight_bytes,
 )
+from .tensor_parallel import least_memory
 
 logger = logging.getLogger(__name__)
 
@@ -241,7 +243,8 @@ def hold_memory(backend, nbytes: int | None) -> None:
 
 def planned(config: EngineConfig, model) -> tuple[Plan, EngineConfig]:
     """The plan of an engine alone with a loaded model, and config with max_model_len and num_kv_blocks filled in."""
-    plan = plan_memory([ModelUse("model", model.config, model.dtype, loaded=True)], config, model.backend)
+    use = ModelUse("model", model.own_config, model.dtype, loaded=True)
+    plan = plan_memory([use], config, model.backend, **least_memory(model.tensor, model.backend))
     return plan, changed(config, max_model_len=plan.max_model_len, num_kv_blocks=plan.num_kv_blocks)
 
 
@@ -258,7 +261,7 @@ def _with_waste(items: list[Item], uses, backend) -> list[Item]:
     """The items, and in each phase the part of the pool that fits nothing."""
     pooled = [item for item in items if item.pooled]
     passing = {phase: sum(item.nbytes for item in pooled if item.phase == phase) for phase in ("rollout", "training")}
-    chunks = [HEAD_ROWS * use.config.vocab_size * backend.dtype_of(use.dtype).itemsize * use.head for use in uses]
+    chunks = [HEAD_ROWS * logit_columns(use.config) * backend.dtype_of(use.dtype).itemsize * use.head for use in uses]
     waste = {phase: int(nbytes * POOL_WASTE) for phase, nbytes in passing.items() if nbytes}
     if "training" in waste:
         waste["training"] += min(max(chunks), passing["training"] // 4) + passing["rollout"]

@@ -38,8 +38,10 @@ class ModelRunner:
         self.enforce_eager = config.enforce_eager
         self.max_context_len = rows.block_tables.shape[1] * config.block_size
         dtype = cache_dtype(config, model.dtype)
-        self._memory = self.backend.Reservation(self.num_blocks * block_bytes(model.config, dtype, config.block_size))
-        self.kv = _cache_arrays(self._memory, model.config, dtype, self.num_blocks, self.block_size)
+        self._memory = self.backend.Reservation(
+            self.num_blocks * block_bytes(model.own_config, dtype, config.block_size)
+        )
+        self.kv = _cache_arrays(self._memory, model.own_config, dtype, self.num_blocks, self.block_size)
         self._precise = self.backend.accumulator(model.dtype)
         self._wide = None  # copies of the weights as they were at the first step after weights_changed()
         self._quantization, self._quantized = config.quantization, None  # these stay, and are made anew in place

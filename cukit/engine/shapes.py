@@ -75,12 +75,19 @@ def parameter_counts(config: ModelConfig, head: bool = True) -> tuple[int, int]:
     sizes = [sum(math.prod(x.shape) for x in layer if x.dtype == dtype) for dtype in (np.float16, np.float32)]
     weights, norms = (config.num_hidden_layers * size for size in sizes)
     ends = config.hidden_size * (2 if config.head == "score" else 1)  # the final norm, and a score head
-    return weights + _vocabularies(config, head) * config.vocab_size * config.hidden_size, norms + ends
+    return weights + _vocabularies(config, head) * config.vocab_rows * config.hidden_size, norms + ends
 
 
 def _vocabularies(config: ModelConfig, head: bool) -> int:
     """Weights of vocab_size rows: the embedding, and a head of its own."""
     return 1 if config.tie_word_embeddings or not head or config.head == "score" else 2
+
+
+def logit_columns(config: ModelConfig) -> int:
+    """Columns of logits that are held at once: those of all ids; of ranks that share them also a rank's own, and all
+    as they arrive.
+    """
+    return config.vocab_size if config.vocab_parts == 1 else 2 * config.vocab_size + config.vocab_rows
 
 
 def weight_bytes(use: ModelUse, backend) -> int:
@@ -118,7 +125,7 @@ def _passing_numbers(use: ModelUse, layers: int) -> int:
     numbers, depth = _trained_numbers(use), use.config.num_hidden_layers
     if use.adapter_parameters:
         return min(numbers, -(-layers * numbers // depth))
-    vocabulary = use.config.vocab_size * use.config.hidden_size
+    vocabulary = use.config.vocab_rows * use.config.hidden_size
     one_layer = -(-(numbers - _vocabularies(use.config, use.head) * vocabulary) // depth)
     return min(numbers, vocabulary + layers * one_layer)
 
@@ -138,7 +145,7 @@ def _two_buckets(use: ModelUse) -> int:
     if use.adapter_parameters:
         return use.adapter_parameters
     layer = sum(math.prod(x.shape) for x in Layer(use.config, backend_for("cpu"), "float16", 0).parameters())
-    return min(layer + max(layer, use.config.vocab_size * use.config.hidden_size), _trained_numbers(use))
+    return min(layer + max(layer, use.config.vocab_rows * use.config.hidden_size), _trained_numbers(use))
 
 
 def lasting_items(uses, backend, ranks, zero_stage=1) -> list[Item]:
@@ -245,9 +252,9 @@ def _moments(use, backend, tokens, level, gradients_stay, gradients):
     # that a layer leaves which is computed again. It can use those of whole layers.
     passing_by = tokens * layer.passing[level]
     gaps = ("gaps where activations were", (layers - 1) * kept + passing_by if level == "full" else 0)
-    head_gradient = config.vocab_size * config.hidden_size * use.gradient_bytes * use.head
+    head_gradient = config.vocab_rows * config.hidden_size * use.gradient_bytes * use.head
     first = gradients if gradients_stay else min(gradients, head_gradient)
-    head = min(HEAD_ROWS, tokens) * config.vocab_size * dtype.itemsize * HEAD_CHUNKS * use.head
+    head = min(HEAD_ROWS, tokens) * logit_columns(config) * dtype.itemsize * HEAD_CHUNKS * use.head
     # The embedding's output, the last norm's sum and output; the chosen rows and their gradient.
     ends = ("activations at both ends", 5 * hidden)
     recomputed = ("one layer again", tokens * layer.again[level])
@@ -268,7 +275,7 @@ def rollout_items(use: ModelUse, engine: EngineConfig, backend) -> list[Item]:
     rows = backend.row_bucket(engine.max_num_seqs)
     prompt_tokens = backend.row_bucket(engine.max_num_batched_tokens)
     length = engine.max_model_len or config.max_position_embeddings
-    logits = rows * config.vocab_size * dtype.itemsize
+    logits = rows * logit_columns(config) * dtype.itemsize
     tables = rows * -(-length // engine.block_size) * 4
     step = rows * _forward_bytes(config, dtype) + logits
     numbers, channels, largest = _quantized(use, engine)

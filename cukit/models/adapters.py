@@ -110,6 +110,8 @@ class Adapter:
             raise ValueError("only a merged adapter leaves the base to the host's memory: beside multiplies with it")
         if model.adapter is not None:
             raise ValueError("the model has an adapter already: merge it first")
+        if getattr(model, "tensor", None) is not None:
+            raise ValueError("an adapter is of a whole model, and ranks share this one: leave out tensor_parallel_size")
         check_head(model, config)
         self.base_on_host, self.base = base_on_host, None
         self.config, self.way, self.backend, self.number = config, way, model.backend, next_number()

@@ -108,6 +108,7 @@ class ModelConfig:
         default=None, compare=False
     )  # how the folder's weights are stored; a model's are plain
     raw: dict = field(default_factory=dict, repr=False, compare=False)
+    vocab_parts: int = 1  # ranks among which the rows of embedding and head are shared out (part_of)
 
     def __post_init__(self) -> None:
         for name in (
@@ -152,6 +153,25 @@ class ModelConfig:
         raw = {key: value for key, value in self.raw.items() if key not in ("num_labels", "auto_map")}
         labels = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
         return replace(self, architecture=name, raw=raw | {"architectures": [name]} | labels)
+
+    def part_of(self, ranks: int) -> "ModelConfig":
+        """The shape of one of so many ranks' parts (models/tensor_parallel.py); ValueError where they do not divide
+        it.
+        """
+        for name in ("num_key_value_heads", "intermediate_size"):
+            require(
+                getattr(self, name) % ranks == 0,
+                f"tensor_parallel_size={ranks} does not divide the model's {name}={getattr(self, name)}: take a size "
+                "that divides it",
+            )
+        shares = {name: getattr(self, name) // ranks for name in ("num_key_value_heads", "intermediate_size")}
+        heads = self.num_attention_heads // ranks
+        return replace(self, num_attention_heads=heads, vocab_parts=self.vocab_parts * ranks, **shares)
+
+    @property
+    def vocab_rows(self) -> int:
+        """Rows of embedding and head: the whole vocabulary's, or the most that a rank has."""
+        return -(-self.vocab_size // self.vocab_parts)
 
     @classmethod
     def from_json(cls, config: dict) -> "ModelConfig":

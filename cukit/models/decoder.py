@@ -16,8 +16,9 @@ from .adapters import Adapter
 from .attend import Turn
 from .config import LEVELS, LEVELS_OF_BOOLS, ModelConfig
 from .heads import LanguageModelHead, ScoreHead
-from .modules import Embedding, Linear, Module, RMSNorm, declare
+from .modules import Embedding, Module, RMSNorm, declare
 from .store import Store
+from .tensor_parallel import EmbeddingOfRanks, TensorParallel, first_linear, last_linear
 
 MAX_SEED = 2**64 - 1
 
@@ -25,12 +26,12 @@ MAX_SEED = 2**64 - 1
 class Attention(Module):
     """Projections; q/k norm, rotary embedding and the attention itself are the `attend` object's."""
 
-    def __init__(self, config: ModelConfig, backend, dtype, layer_index: int):
+    def __init__(self, config: ModelConfig, backend, dtype, layer_index: int, tensor: TensorParallel | None = None):
         self.config, self.layer_index = config, layer_index
         query, key = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
         parts = {"q_proj": query, "k_proj": key, "v_proj": key}
-        self.qkv_proj = Linear(backend, dtype, config.hidden_size, parts, config.attention_bias)
-        self.o_proj = Linear(backend, dtype, query, {"o_proj": config.hidden_size})
+        self.qkv_proj = first_linear(tensor, backend, dtype, config.hidden_size, parts, config.attention_bias)
+        self.o_proj = last_linear(tensor, backend, dtype, query, {"o_proj": config.hidden_size})
         self.q_norm = RMSNorm(backend, dtype, config.head_dim, config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(backend, dtype, config.head_dim, config.rms_norm_eps) if config.qk_norm else None
 
@@ -44,10 +45,11 @@ class Attention(Module):
 class MLP(Module):
     """SwiGLU: down(silu(gate(x)) · up(x))."""
 
-    def __init__(self, config: ModelConfig, backend, dtype):
+    def __init__(self, config: ModelConfig, backend, dtype, tensor: TensorParallel | None = None):
         width = config.intermediate_size
-        self.gate_up_proj = Linear(backend, dtype, config.hidden_size, {"gate_proj": width, "up_proj": width})
-        self.down_proj = Linear(backend, dtype, width, {"down_proj": config.hidden_size})
+        parts = {"gate_proj": width, "up_proj": width}
+        self.gate_up_proj = first_linear(tensor, backend, dtype, config.hidden_size, parts)
+        self.down_proj = last_linear(tensor, backend, dtype, width, {"down_proj": config.hidden_size})
 
     def gated(self, x):
         """All but the last product: (T, C) -> (T, F)."""
@@ -57,14 +59,14 @@ class MLP(Module):
 class Layer(Module):
     """One block, between two norms. It takes its input after the input norm, beside the residual stream, and ends
     before its last product, mlp.down_proj: a layer that is computed again need not repeat that. The norm that comes
-    next (the next layer's, or the final one) makes the block's last addition.
+    next (the next layer's, or the final one) makes the block's last addition. config: of this rank's part.
     """
 
-    def __init__(self, config: ModelConfig, backend, dtype, layer_index: int):
+    def __init__(self, config: ModelConfig, backend, dtype, layer_index: int, tensor: TensorParallel | None = None):
         self.input_layernorm = RMSNorm(backend, dtype, config.hidden_size, config.rms_norm_eps)
-        self.self_attn = Attention(config, backend, dtype, layer_index)
+        self.self_attn = Attention(config, backend, dtype, layer_index, tensor)
         self.post_attention_layernorm = RMSNorm(backend, dtype, config.hidden_size, config.rms_norm_eps)
-        self.mlp = MLP(config, backend, dtype)
+        self.mlp = MLP(config, backend, dtype, tensor)
 
     def __call__(self, h, residual, positions, attend, rope):
         """h = input_layernorm(residual), both (T, C) -> (x (T, F), residual'); down_proj(x) + residual' is the next
@@ -80,29 +82,39 @@ class Decoder(Module):
     """A decoder-only language model or, with head="score", a model of one number a token: a reward model, a critic.
     Weights are zero until loaded (models.weights) or drawn (init_weights).
 
-    store: the flat buckets that hold all of them.
+    store: the flat buckets that hold all of them. tensor: the ranks that share the model, of which this one has its
+    part, of the shape own_config; every rank gets the whole hidden states and logits.
     """
 
-    def __init__(self, config: ModelConfig, backend, dtype, head: str = "lm_head"):
+    def __init__(
+        self, config: ModelConfig, backend, dtype, head: str = "lm_head", tensor: TensorParallel | None = None
+    ):
         if head == "lm_head" and config.head == "score":
             raise ValueError(f"{config.architecture} is a reward model: it has no language-model head")
         config = config.as_classifier() if head == "score" else config
         self.config, self.backend, self.dtype = config, backend, backend.dtype_of(dtype)
-        self._level, self._exact = "none", "auto"
-        self.embed_tokens = Embedding(backend, self.dtype, config.vocab_size, config.hidden_size)
-        self.layers = [Layer(config, backend, self.dtype, i) for i in range(config.num_hidden_layers)]
+        self._level, self._exact, self.tensor = "none", "auto", tensor
+        sizes, own, columns = (config.vocab_size, config.hidden_size), config, None
+        if tensor is None:
+            self.embed_tokens = Embedding(backend, self.dtype, *sizes)
+        else:
+            own, columns = tensor.part_of(config), tensor.columns(backend, config.vocab_size)
+            self.embed_tokens = EmbeddingOfRanks(tensor, backend, self.dtype, *sizes)
+        self.own_config = own
+        self.layers = [Layer(own, backend, self.dtype, i, tensor) for i in range(config.num_hidden_layers)]
         self.norm = RMSNorm(backend, self.dtype, config.hidden_size, config.rms_norm_eps)
-        tied, head_shape = config.tie_word_embeddings, (config.vocab_size, config.hidden_size)
         if head == "score":
             self.score = ScoreHead(backend, self.dtype, config.hidden_size)
         else:
-            self.lm_head = LanguageModelHead(self.embed_tokens.weight if tied else declare(head_shape, self.dtype))
+            table = self.embed_tokens.weight
+            weight = table if config.tie_word_embeddings else declare(table.shape, self.dtype)
+            self.lm_head = LanguageModelHead(weight, config.vocab_size, columns)
         self._vocab_size = config.vocab_size
         parts = {
             name if name.startswith(("lm_head.", "score.")) else f"model.{name}": part
             for name, part in self.named_parts().items()
         }
-        self.store = Store(backend, self.named_parameters(), parts)
+        self.store = Store(backend, self.named_parameters(), parts, tensor)
         self._layer_parameters = [layer.parameters() for layer in self.layers]
         self._rope = rope_tables(config, backend, self.dtype)
         self.adapter: Adapter | None = None
@@ -207,9 +219,32 @@ class Decoder(Module):
         """Hugging Face's tensor names -> arrays that are views of this model's weights (a tied head is not listed)."""
         return self.store.part_views()
 
+    def whole_shape(self, part: str) -> tuple[int, ...]:
+        """Of a part's tensor in a checkpoint, of which this model may hold a share."""
+        parameter, rows = self.store.parts[part]
+        shape = list(parameter.data[rows].shape)
+        if self.tensor is not None and (axis := self.tensor.axis_of(part)) is not None:
+            by_ids = "embed_tokens" in part or "lm_head" in part
+            shape[axis] = self.config.vocab_size if by_ids else shape[axis] * self.tensor.size
+        return tuple(shape)
+
+    @property
+    def num_parameters(self) -> int:
+        """Of the whole model, a tied head once; of an adapter's none."""
+        return sum(math.prod(self.whole_shape(part)) for part in self.store.parts)
+
+    def share_out(self, tensor: TensorParallel) -> "Decoder":
+        """This rank's part of this whole model, in memory of its own."""
+        part = Decoder(self.config, self.backend, self.dtype, self.config.head, tensor)
+        part.limit_vocabulary(self.vocab_size)
+        whole = self.parts()
+        for name, view in part.parts().items():
+            view[...] = whole[name][tensor.own(name, whole[name].shape)]
+        return part
+
     def frozen_copy(self) -> "Decoder":
         """The same weights in memory of their own, never trained: a reference model."""
-        copy = Decoder(self.config, self.backend, self.dtype, self.config.head)
+        copy = Decoder(self.config, self.backend, self.dtype, self.config.head, self.tensor)
         copy.limit_vocabulary(self.vocab_size)
         copy.store.copy_from(self.store)
         for parameter in copy.store.parameters:
@@ -226,12 +261,16 @@ class Decoder(Module):
             if view.ndim == 1:
                 view[...] = 0.0 if name.endswith("bias") else 1.0
                 continue
-            scale = 0.05 if name in ("model.embed_tokens.weight", "lm_head.weight") else view.shape[1] ** -0.5
+            shape = self.whole_shape(name)
+            scale = 0.05 if name in ("model.embed_tokens.weight", "lm_head.weight") else shape[1] ** -0.5
             if name == "score.weight":
-                scale = (view.shape[1] + 1) ** -0.5
+                scale = (shape[1] + 1) ** -0.5
             if "o_proj" in name or "down_proj" in name:
                 scale /= math.sqrt(2 * self.config.num_hidden_layers)
-            self.backend.fill_normal(view, (seed ^ index << 32) & MAX_SEED, scale)
+            whole = view if self.tensor is None else self.backend.empty(shape, view.dtype)
+            self.backend.fill_normal(whole, (seed ^ index << 32) & MAX_SEED, scale)
+            if self.tensor is not None:
+                view[...] = whole[self.tensor.own(name, shape)]
 
 
 def rope_tables(config: ModelConfig, backend, dtype):

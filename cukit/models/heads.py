@@ -4,6 +4,7 @@ from typing import Any
 
 from ..autograd import Parameter, Tensor
 from ..ops import linear, lm_head_logprobs, lm_head_loss, score
+from ..ops.tensor_parallel import Columns, copy_to_ranks, gather_columns
 from .modules import Module, declare
 from .row_adapters import adapter_at
 
@@ -11,22 +12,26 @@ from .row_adapters import adapter_at
 class LanguageModelHead(Module):
     """Logits over the vocabulary. weight (V, C): its own, or the embedding's.
 
-    vocab_size: ids from here on take no part in probabilities; at most V.
+    vocab_size: ids from here on take no part in probabilities; at most V. columns: how ranks share the logits out, of
+    which the weight then has this rank's rows; every rank gets all logits.
     """
 
-    def __init__(self, weight: Parameter):
-        self.weight, self.vocab_size = weight, weight.shape[0]
+    def __init__(self, weight: Parameter, vocab_size: int | None = None, columns: Columns | None = None):
+        self.weight, self.vocab_size, self.columns = weight, vocab_size or weight.shape[0], columns
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """hidden (N, C) -> logits (N, V) in the model's dtype."""
-        return linear(hidden, self.weight)
+        if self.columns is None:
+            return linear(hidden, self.weight)
+        return gather_columns(linear(copy_to_ranks(hidden, self.columns.ranks), self.weight), self.columns)
 
     def logprobs(self, hidden: Tensor, targets, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
         """Log p(target) and entropy, each (N,) float32, of softmax(logits / temperature) over the ids that count.
 
         hidden (N, C), targets (N,) int32; the logits are never held as a whole.
         """
-        return lm_head_logprobs(hidden, self.weight, targets, temperature, self.vocab_size)
+        given = temperature, self.vocab_size
+        return lm_head_logprobs(hidden, self.weight, targets, *given, columns=self.columns)
 
     def loss(self, hidden: Tensor, targets, loss_of, upstream=None, temperature: float = 1.0, on_logits=None):
         """A loss on logprobs(…): (loss, what loss_of returns beside it, logprobs, entropy). See ops.lm_head_loss.
@@ -35,7 +40,8 @@ class LanguageModelHead(Module):
         gradient is made in the same pass.
         """
         given = temperature, self.vocab_size
-        return lm_head_loss(hidden, self.weight, targets, loss_of, upstream, *given, on_logits=on_logits)
+        more = {"on_logits": on_logits, "columns": self.columns}
+        return lm_head_loss(hidden, self.weight, targets, loss_of, upstream, *given, **more)
 
 
 class ScoreHead(Module):

@@ -80,7 +80,8 @@ def packed_logprobs(model, packed: PackedTokens, temperature=1.0, vocab_size=Non
     (default: the model's) count neither in the normaliser nor in the entropy.
     """
     hidden = predicting_states(model, packed)
-    return lm_head_logprobs(hidden, model.lm_head.weight, packed.targets, temperature, vocab_size or model.vocab_size)
+    head, count = model.lm_head, vocab_size or model.vocab_size
+    return lm_head_logprobs(hidden, head.weight, packed.targets, temperature, count, columns=head.columns)
 
 
 def target_logprobs(model, sequences, wanted, temperature=1.0, vocab_size=None):

@@ -140,21 +140,29 @@ class Store:
     """The buckets of a model, and its parts by name.
 
     parameters: dotted name -> Parameter; its array moves into a bucket. parts: name -> (parameter, its rows), the
-    names that checkpoints use; by default each parameter is a part under its own name.
+    names that checkpoints use; by default each parameter is a part under its own name. tensor: the ranks that share the
+    model (models.tensor_parallel); what they share out and what each holds whole have buckets of their own.
     """
 
     def __init__(
-        self, backend, parameters: dict[str, Parameter], parts: dict[str, tuple[Parameter, slice]] | None = None
+        self,
+        backend,
+        parameters: dict[str, Parameter],
+        parts: dict[str, tuple[Parameter, slice]] | None = None,
+        tensor: Any = None,
     ):
-        self.backend = backend
+        self.backend, self.tensor = backend, tensor
         self.parameters = list(parameters.values())
         self.parts = parts or {name: (parameter, slice(None)) for name, parameter in parameters.items()}
+        names = [] if tensor is None else [name for name in self.parts if tensor.axis_of(name) is not None]
+        shared_out = {id(self.parts[name][0]) for name in names}
         groups: dict = {}
         for name, parameter in parameters.items():
             parameter.name = name
-            key = _layer_of(name), np.dtype(parameter.dtype), len(parameter.shape) > 1
+            key = _layer_of(name), np.dtype(parameter.dtype), len(parameter.shape) > 1, id(parameter) in shared_out
             groups.setdefault(key, []).append(parameter)
         self.buckets = [Bucket(backend, group, key[0]) for key, group in groups.items()]
+        self.shared_out = [bucket for bucket, key in zip(self.buckets, groups) if key[-1]]
 
     def part_views(self, flat_of: Callable[[Bucket], Any] = lambda bucket: bucket.data) -> dict[str, Any]:
         """Part name -> its view in the array that flat_of(bucket) gives; left out where that is None."""

@@ -3,7 +3,9 @@
 import json
 import logging
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes  # noqa: F401  registers bfloat16 with NumPy, which safetensors needs
 import numpy as np
@@ -17,6 +19,7 @@ from .config import ModelConfig
 from .decoder import Decoder
 from .fp8_files import decoded, read_raw
 from .hub import INDEX, WEIGHTS, fetch_model
+from .tensor_parallel import TensorParallel
 
 logger = logging.getLogger(__name__)
 STORED_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -51,7 +54,14 @@ def load_config(folder, head: str | None = None) -> ModelConfig:
     return config.as_classifier() if head == "score" else config
 
 
-def load_model(folder, device="cpu", dtype="auto", head="lm_head", score_seed: int | None = None) -> Decoder:
+def load_model(
+    folder,
+    device="cpu",
+    dtype="auto",
+    head="lm_head",
+    score_seed: int | None = None,
+    tensor: TensorParallel | None = None,
+) -> Decoder:
     """A Decoder with the weights of `folder` (config.json and safetensors), on `device` in `dtype` (auto: bfloat16 on
     cuda, float32 on cpu).
 
@@ -61,18 +71,25 @@ def load_model(folder, device="cpu", dtype="auto", head="lm_head", score_seed: i
 
     The folder of an adapter (PEFT's format) gives its base with the adapter merged into the weights.
 
+    tensor: the ranks that share the model. Each reads its own rows and columns alone (of FP8 codes the whole tensor).
+
     Tensors are read one at a time, straight into the model's memory; float32 becomes bfloat16 as in an update. Raises
     one ValueError that names every tensor that is missing, unexpected or of the wrong shape, or holds NaN or infinity.
     """
     if is_adapter(source := model_folder(folder, weights=False)):
         load_config(source, head)
+        if tensor is not None:
+            raise ValueError(
+                f"{folder} is an adapter's folder, and tensor_parallel_size={tensor.size} shares a whole model out: "
+                "merge the adapter first"
+            )
         model = load_model(base_of(source), device, dtype, head, score_seed)
         merge_into(model, source)
         return model
     config, backend = load_config(folder, head), backend_for(device)
     sources = _tensor_sources(model_folder(folder))
     codes = _fp8_codes(folder, config, sources)
-    model = Decoder(config, backend, dtype, head)
+    model = Decoder(config, backend, dtype, head, tensor)
     targets = model.parts()
     if load_config(folder).head != head:
         model.score.init_weights(score_seed)
@@ -82,23 +99,10 @@ def load_model(folder, device="cpu", dtype="auto", head="lm_head", score_seed: i
     if config.tie_word_embeddings and "lm_head.weight" in sources and head == "lm_head":
         # some files store the head again: it must be the same
         expected["lm_head.weight"] = targets[EMBEDDING]
-    _check_names_and_shapes(folder, sources, expected, codes)
-    for path in {path: None for path, _, _ in sources.values()}:
-        with safe_open(path, framework="np") as file:
-            for name in file.keys():
-                if name not in targets:
-                    continue
-                if name in codes:
-                    scale = read_raw(*codes[name])
-                    numbers = decoded(name, read_raw(path, name), scale, config.fp8.block)
-                    backend.store_weights(targets[name], backend.array(numbers, model.backend.accumulator(model.dtype)))
-                else:
-                    _fill(backend, targets[name], file.get_tensor(name))
-    if wrong := model.store.non_finite():
-        raise ValueError(
-            f"{folder}: weights are not finite in {model.dtype}: {'; '.join(wrong)}; load an earlier checkpoint, or in "
-            "another dtype if the file's own numbers are finite"
-        )
+    shapes = {name: model.whole_shape(name if name in targets else EMBEDDING) for name in expected}
+    _check_names_and_shapes(folder, sources, shapes, codes)
+    _read_all(model, targets, sources, codes, shapes)
+    _check_finite(folder, model)
     if expected.keys() != targets.keys():
         head, embedding = (_read_tensor(sources[name][0], name) for name in ("lm_head.weight", EMBEDDING))
         if not np.array_equal(head, embedding):
@@ -107,6 +111,37 @@ def load_model(folder, device="cpu", dtype="auto", head="lm_head", score_seed: i
                 "set it to false in config.json"
             )
     return model
+
+
+def _read_all(model: Decoder, targets: dict, sources: dict, codes: dict, shapes: dict) -> None:
+    """Fill the targets, views of the model's parts, file by file; of parts that ranks share out, this one's share."""
+    backend, config, tensor = model.backend, model.config, model.tensor
+    for path in {path: None for path, _, _ in sources.values()}:
+        with safe_open(path, framework="np") as file:
+            for name in file.keys():
+                if name not in targets:
+                    continue
+                if name in codes:
+                    scale = read_raw(*codes[name])
+                    numbers = decoded(name, read_raw(path, name), scale, config.fp8.block)
+                    numbers = numbers if tensor is None else numbers[tensor.own(name, shapes[name])]
+                    backend.store_weights(targets[name], backend.array(numbers, model.backend.accumulator(model.dtype)))
+                elif tensor is None:
+                    _fill(backend, targets[name], file.get_tensor(name))
+                else:
+                    _fill(backend, targets[name], file.get_slice(name)[tensor.own(name, shapes[name])])
+
+
+def _check_finite(folder, model: Decoder) -> None:
+    """ValueError on every rank, with the weights of all."""
+    wrong = model.store.non_finite()
+    if model.tensor is not None:
+        wrong = list(dict.fromkeys(sum(model.tensor.group.gather_values(wrong, "loading"), [])))
+    if wrong:
+        raise ValueError(
+            f"{folder}: weights are not finite in {model.dtype}: {'; '.join(wrong)}; load an earlier checkpoint, or in "
+            "another dtype if the file's own numbers are finite"
+        )
 
 
 def _fp8_codes(folder, config: ModelConfig, sources: dict) -> dict[str, tuple[Path, str]]:
@@ -131,13 +166,48 @@ def _fill(backend, target, stored):
         backend.store_weights(target, backend.array(stored))
 
 
-def save_model(model: Decoder, folder, dtype=None):
+class WholeModel:
+    """A model that ranks share, as save_model takes it: all of its weights, on the first rank's host."""
+
+    adapter = None
+
+    def __init__(self, model: Decoder, parts: dict[str, np.ndarray]):
+        self.config, self.dtype, self.backend, self._parts = model.config, model.dtype, backend_for("cpu"), parts
+
+    def parts(self) -> dict[str, np.ndarray]:
+        return self._parts
+
+
+def whole_model(model: Any) -> Any:
+    """The model itself or, if ranks share it, a WholeModel on the first of them, an empty one on the others. All of
+    them call it.
+    """
+    if getattr(model, "tensor", None) is None:
+        return model
+    return WholeModel(model, whole_parts(model, model.parts()))
+
+
+def whole_parts(model: Decoder, arrays: dict, part_of: Callable[[str], str] = lambda name: name) -> dict:
+    """Arrays in the shapes of parts (weights, an optimizer's states) as wholes on the host of the first of the ranks
+    that share a model; {} on the others. part_of(name): which part's shape an array has.
+    """
+    wholes = {}
+    for name, array in arrays.items():
+        part, own = part_of(name), model.backend.to_numpy(array)
+        whole = model.tensor.whole(part, own, model.whole_shape(part))
+        if whole is not None:
+            wholes[name] = whole
+    return wholes
+
+
+def save_model(model: Decoder | WholeModel, folder, dtype=None):
     """Write config.json and model.safetensors as Hugging Face does: its names, the tied head once, loadable by
     transformers. Of a model with an adapter, the adapter alone, as PEFT does.
 
     Each tensor keeps its dtype in memory (norm weights are float32), so that nothing is lost; `dtype` casts all of
     them. A model that the folder held is replaced: its index and shards, which would be read instead, go last. Whenever
-    it is interrupted, the folder loads as the old model or the new one, or is refused.
+    it is interrupted, the folder loads as the old model or the new one, or is refused. Of a model that ranks share,
+    save whole_model() of it, on the first one.
     """
     if getattr(model, "adapter", None) is not None:
         save_adapter(model.adapter, folder)
@@ -247,17 +317,17 @@ def _shards(folder: Path) -> dict:
     return {folder / file: names for file, names in files.items()}
 
 
-def _check_names_and_shapes(folder, sources, targets, codes):
+def _check_names_and_shapes(folder, sources, shapes, codes):
     ignored = {name for name in sources if name.endswith("rotary_emb.inv_freq")}
     problems = []
-    if missing := targets.keys() - sources.keys():
+    if missing := shapes.keys() - sources.keys():
         problems.append(f"missing: {_some(missing)}")
-    if unexpected := sources.keys() - targets.keys() - ignored:
+    if unexpected := sources.keys() - shapes.keys() - ignored:
         problems.append(f"unexpected: {_some(unexpected)}")
-    for name in sorted(targets.keys() & sources.keys()):
+    for name in sorted(shapes.keys() & sources.keys()):
         _, shape, dtype = sources[name]
-        if shape != targets[name].shape:
-            problems.append(f"{name} has shape {list(shape)}, config.json says {list(targets[name].shape)}")
+        if shape != shapes[name]:
+            problems.append(f"{name} has shape {list(shape)}, config.json says {list(shapes[name])}")
         if dtype not in STORED_DTYPES and name not in codes:
             problems.append(f"{name} is stored as {dtype}; F32, F16 and BF16 are read")
     if problems:

@@ -1,6 +1,7 @@
 """Log-probabilities and entropies of tokens, from logits or straight from hidden states."""
 
 from ..autograd import Parameter, Tensor, is_recording, record
+from .tensor_parallel import Columns, add_up
 
 
 def token_logprobs(
@@ -31,14 +32,15 @@ def lm_head_logprobs(
     vocab_size: int | None = None,
     chunk_rows: int = 4096,
     on_logits=None,
+    columns: Columns | None = None,
 ) -> tuple[Tensor, Tensor]:
     """token_logprobs(hidden weightᵀ, targets) without ever holding more than chunk_rows rows of logits.
 
     hidden (N, C), weight (V, C), targets (N,) int32 -> logprobs (N,), entropy (N,). The backward pass computes the
-    logits again, chunk by chunk. on_logits(logits, rows) sees each chunk's, rows being a slice. Saves hidden and two
-    numbers a row.
+    logits again, chunk by chunk. on_logits(logits, rows) sees each chunk's, rows being a slice. columns: ranks share
+    the logits out by these, and the weight has this rank's rows. Saves hidden and two numbers a row.
     """
-    head = _Head(hidden, weight, targets, temperature, vocab_size, chunk_rows, on_logits)
+    head = _Head(hidden, weight, targets, temperature, vocab_size, chunk_rows, on_logits, columns)
     for rows in head.chunks:
         head.read(rows)
 
@@ -61,6 +63,7 @@ def lm_head_loss(
     vocab_size: int | None = None,
     chunk_rows: int = 4096,
     on_logits=None,
+    columns: Columns | None = None,
 ):
     """A loss on lm_head_logprobs(…), a scalar Tensor; what loss_of returns beside it; logprobs and entropy, arrays.
 
@@ -73,11 +76,11 @@ def lm_head_loss(
     Without upstream, or without the tape, this is lm_head_logprobs.
     """
     if upstream is None or not is_recording():
-        given = temperature, vocab_size, chunk_rows, on_logits
+        given = temperature, vocab_size, chunk_rows, on_logits, columns
         logprobs, entropy = lm_head_logprobs(hidden, weight, targets, *given)
         loss, more = loss_of(logprobs, entropy, None)
         return loss, more, logprobs.data, entropy.data
-    head = _Head(hidden, weight, targets, temperature, vocab_size, chunk_rows, on_logits)
+    head = _Head(hidden, weight, targets, temperature, vocab_size, chunk_rows, on_logits, columns)
     known, dhidden = upstream.copy(), head.backend.empty(hidden.shape, hidden.dtype)
     for rows in head.chunks:
         logits = head.read(rows)
@@ -110,15 +113,19 @@ def _slopes(loss_of, head, rows, upstream):
 class _Head:
     """The rows of a language model's head in chunks, of which one's logits are held at a time."""
 
-    def __init__(self, hidden: Tensor, weight: Parameter, targets, temperature, vocab_size, chunk_rows, on_logits):
+    def __init__(
+        self, hidden: Tensor, weight: Parameter, targets, temperature, vocab_size, chunk_rows, on_logits, columns
+    ):
         self.backend, self.hidden, self.weight, self.targets = hidden.backend, hidden.data, weight, targets
-        self.options, self.on_logits = (temperature, vocab_size or weight.shape[0]), on_logits
+        self.on_logits, self.columns = on_logits, columns
+        self.options = temperature, vocab_size or (weight.shape[0] if columns is None else columns.borders[-1])
         size, statistics = len(self.hidden), self.backend.accumulator(hidden.dtype)
         self.logprobs, self.entropy, self.lse = (self.backend.empty((size,), statistics) for _ in range(3))
         self.chunks = [slice(start, min(start + chunk_rows, size)) for start in range(0, size, chunk_rows)]
 
     def logits(self, rows):
-        return self.backend.linear_forward(self.hidden[rows], self.weight.data)
+        own = self.backend.linear_forward(self.hidden[rows], self.weight.data)
+        return own if self.columns is None else self.columns.gather(own, "logits")
 
     def read(self, rows):
         """A chunk's logits; its log-probabilities, entropies and normalisers are noted."""
@@ -136,6 +143,9 @@ class _Head:
             dlogprobs = be.zeros(statistics[0].shape, statistics[0].dtype)
         given = self.targets[rows], *statistics, dlogprobs, dentropy, *self.options
         dlogits = be.token_logprobs_backward(logits, *given, out=logits)
-        dhidden[rows] = be.linear_backward_input(dlogits, self.weight.data)
+        if self.columns is not None:
+            dlogits = self.columns.own(dlogits)
+        dchunk = be.linear_backward_input(dlogits, self.weight.data)
+        dhidden[rows] = dchunk if self.columns is None else add_up(dchunk, self.columns.ranks, "gradient of the head")
         if (dweight := self.weight.grad_buffer()) is not None:
             be.linear_backward_weight(dweight, dlogits, self.hidden[rows])

@@ -4,7 +4,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from ..options import Options, check_range, option
+from ..options import Options, check_range, option, require
 
 # What launchers tell a process: how many there are, its place among all of them, and its place on its own host. Open
 # MPI's mpirun; the mpiexec of MPICH, Intel and others; srun (SLURM_NTASKS also stands in a batch script, one process).
@@ -13,10 +13,24 @@ RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 LOCAL_RANKS = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "PALS_LOCAL_RANKID", "SLURM_LOCALID")
 
 
-class ParallelOptions(Options):
-    """For a run that mpirun or srun started as several processes; others they do not touch."""
+class TensorOptions(Options):
+    """How many processes share a model (tensor parallelism)."""
 
     group = "several processes"
+    tensor_parallel_size: int = option(
+        1, "processes that share each model: its heads, the columns of its MLP and its ids are shared out among them"
+    )
+    tensor_parallel_invariant: bool = option(
+        False, "add nothing up across these processes in the forward pass, at the price of gathering more"
+    )
+
+    def __post_init__(self) -> None:
+        check_range(self, "tensor_parallel_size", 1)
+
+
+class ParallelOptions(TensorOptions):
+    """For a run that mpirun or srun started as several processes; others they do not touch."""
+
     fast_reduction: bool = option(
         False, "add gradients up in the library's own order; the default, in order of ranks, repeats bit for bit"
     )
@@ -27,8 +41,14 @@ class ParallelOptions(Options):
     ddp_timeout: int = option(1800, "seconds that a process waits for the others before the run ends")
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_range(self, "ddp_timeout", 1)
         check_range(self, "zero_stage", 0, 3)
+        require(
+            self.tensor_parallel_size == 1 or not self.zero_stage,
+            f"tensor_parallel_size={self.tensor_parallel_size} shares the optimizer's states out already, and "
+            f"zero_stage={self.zero_stage} does not know its parts: leave one of them out",
+        )
 
 
 def num_processes(environment: Mapping[str, str] = os.environ) -> int:

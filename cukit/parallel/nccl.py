@@ -29,6 +29,10 @@ class NCCLGroup(RankedGroup):
         unique_id = host.gather_values(library.unique_id() if self.rank == 0 else None, "start of NCCL")[0]
         self._link = library.Communicator(self.size, self.rank, unique_id)
 
+    def all_reduce(self, array: Any, what: str = "all_reduce", fast: bool = False) -> None:
+        """Of two ranks the library's own sum has the bits of the sum in order, a + b, and is one launch."""
+        super().all_reduce(array, what, fast or self.size == 2)
+
     def broadcast(self, array: Any, root: int = 0, what: str = "broadcast") -> None:
         self._link.broadcast(array, root)
 
@@ -62,3 +66,6 @@ class NCCLGroup(RankedGroup):
 
     def _empty_like(self, array: Any) -> Any:
         return self._link.empty_like(array)
+
+    def _all_parts(self, array: Any, what: str) -> Sequence[Any]:
+        return self._link.all_parts(array)

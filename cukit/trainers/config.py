@@ -166,6 +166,12 @@ class TrainerConfig(Options):
             f"optimizer_in_bwd=true updates a layer before the gradients of {self.num_processes} processes are added "
             "up; leave it out",
         )
+        for name in ("use_peft", "optimizer_in_bwd"):
+            require(
+                self.tensor_parallel_size == 1 or not getattr(self, name),
+                f"{name} knows whole models, and tensor_parallel_size={self.tensor_parallel_size} processes share "
+                "each: leave one of the two out",
+            )
         require(
             self.max_grad_norm == 0 or not self.optimizer_in_bwd,
             f"optimizer_in_bwd=true updates a layer before the gradient's norm is known, so that max_grad_norm="
@@ -212,8 +218,10 @@ class TrainerConfig(Options):
 
     @property
     def num_processes(self) -> int:
-        """Ranks: the processes that mpirun or srun started as this run, else 1."""
-        return num_processes()
+        """Ranks that share the work: the processes that mpirun or srun started as this run, those that share a model
+        counted as one; else 1.
+        """
+        return max(1, num_processes() // self.tensor_parallel_size)
 
     @property
     def training_processes(self) -> int:

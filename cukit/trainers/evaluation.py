@@ -41,7 +41,7 @@ def evaluate(trainer) -> dict:
         )
         rows = [trainer.eval_rows[places[group]][0] for group in samples.groups]
         with trainer.interruptible():
-            return samples, *scorer(rows, samples, trainer.tokenizer)
+            return samples, *trainer.ranks.once(lambda: scorer(rows, samples, trainer.tokenizer), "rewards")
 
     places = range(len(trainer.eval_rows))
     samples, rewards, by_function = shared_out(trainer.ranks, scorer, places, draw, "evaluation")

@@ -96,7 +96,8 @@ class Generation(ABC):
     def _balances(self) -> bool:
         """Whether groups move. auto: where the composition of a batch, and so the clock, changes no bit."""
         trainer, engine = self.trainer, self.trainer.args.engine
-        if trainer.ranks.size == 1 or trainer.environments is not None:
+        ranks = trainer.ranks
+        if ranks.size == 1 or ranks.tensor is not None or trainer.environments is not None:
             return False
         exact = trainer.model.backend.name != "cpu" and engine.exact != "false" and not engine.roundings
         return {"auto": exact, "true": True, "false": False}[trainer.args.balance_rollouts]
@@ -122,7 +123,7 @@ class Generation(ABC):
         trainer = self.trainer
         rows = [trainer.train_rows[data_rows[group]][0] for group in samples.groups]
         with trainer.timer("reward"), trainer.interruptible():
-            return trainer.scorer(rows, samples, trainer.tokenizer)
+            return trainer.ranks.once(lambda: trainer.scorer(rows, samples, trainer.tokenizer), "rewards")
 
     def rewarded(self, data_rows: list[int], samples: Samples, rewards, by_function) -> Drawn:
         """Count the tokens, and warn of what most often makes a run learn nothing."""

@@ -66,7 +66,7 @@ class GroupGeneration(Generation):
 
         most = len(data_rows) * args.max_num_gen_batches
         replacements = Replacements(len(data_rows), most, score, one_more)
-        if trainer.ranks.size > 1:
+        if trainer.ranks.several:
             samples = self._draw_in_rounds(number, data_rows, replacements)
         else:
             samples = self.complete(number, data_rows, range(len(data_rows)), replacements)

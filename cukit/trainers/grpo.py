@@ -15,6 +15,7 @@ from ..autograd import Tensor, no_grad
 from ..datasets.sampler import EpochSampler
 from ..models.decoder import Decoder
 from ..models.logprobs import packed_logprobs, predicting_states
+from ..models.weights import whole_parts
 from ..ops.policy_loss import STATS
 from .batch import PackedBatch, Rows
 from .curriculum import CurriculumSampler
@@ -23,6 +24,7 @@ from .group_generation import GroupGeneration
 from .grpo_config import GRPOConfig
 from .loss import OWN, built_in_loss, is_by_token, is_ours, load_loss
 from .policy_trainer import PolicyTrainer
+from .tensor_parallel import own_share
 
 
 class GRPOTrainer(PolicyTrainer):
@@ -187,7 +189,10 @@ class GRPOTrainer(PolicyTrainer):
     def method_state(self) -> tuple[dict, dict]:
         arrays, values = super().method_state()
         if self.reference is not None and self.args.sync_ref_model:
-            arrays |= {f"reference.{name}": value for name, value in self.reference.parts().items()}
+            found = self.reference.parts()
+            if isinstance(self.reference, Decoder) and self.reference.tensor is not None:
+                found = whole_parts(self.reference, found)
+            arrays |= {f"reference.{name}": value for name, value in found.items()}
         return arrays, values | self.entropy_bonus.state()
 
     def load_method_state(self, arrays: dict, values: dict) -> None:
@@ -206,4 +211,4 @@ def _load_parts(model: Decoder, parts: dict) -> None:
     if own.keys() != parts.keys():
         raise ValueError("the checkpoint holds another reference model, or none: resume without sync_ref_model")
     for name, view in own.items():
-        view[...] = model.backend.array(parts[name], view.dtype)
+        view[...] = model.backend.array(own_share(model, name, parts[name]), view.dtype)

@@ -7,6 +7,7 @@ import shlex
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from ..models.weights import whole_model
 from ..runs import checkpoint
 from ..runs.evaluations import drop_later_evaluations
 from ..runs.folder import RunLock, leave_run_folder, open_run_folder, write_run_config
@@ -268,8 +269,8 @@ class Run:
         """Keep the steps that an error between two updates would lose; the error itself goes on. Where every rank holds
         the whole state, the first one can save it without the others.
         """
-        step = self.trainer.global_step
-        if self._sharded or self._updating or not self._unsaved or not step:
+        step, in_parts = self.trainer.global_step, self._sharded or self.ranks.tensor is not None
+        if in_parts or self._updating or not self._unsaved or not step:
             return
         try:
             self.save_checkpoint(alone=True)
@@ -310,7 +311,7 @@ class Run:
 
     @property
     def _sharded(self) -> bool:
-        """Whether no rank holds all of the optimizers' states."""
+        """Whether ranks share the optimizers' states out among them (ZeRO)."""
         return self.trainer.args.zero_stage > 0 and self.ranks.training.size > 1
 
     def save_checkpoint(self, alone: bool = False) -> Path:
@@ -322,19 +323,20 @@ class Run:
         folder = checkpoint.checkpoint_folder(self.folder, trainer.global_step)
 
         def write():
-            return self._write_checkpoint(folder, arrays, values) if self.ranks.is_first else None
+            return self._write_checkpoint(folder, models, arrays, values) if self.ranks.is_first else None
 
         trainer.whole_weights()
-        arrays, values = trainer.method_state()
-        if self.ranks.is_first or self._sharded:
-            arrays = state_arrays(trainer.models, arrays)  # with ZeRO it is gathered from all ranks
+        (arrays, values), models = trainer.method_state(), {}
+        if self.ranks.rank == 0 or self._sharded:  # the first one gathers what others have a part of
+            arrays = state_arrays(trainer.models, arrays)
+            models = {name: whole_model(one.model) for name, one in trainer.models.items()}
         if problem := write() if alone else self.ranks.first(write, "saving"):
             raise problem
         self.saved_step, self._unsaved = trainer.global_step, False
         trainer.call("on_save", folder)
         return folder
 
-    def _write_checkpoint(self, folder: Path, arrays: dict, values: dict) -> checkpoint.SaveError | None:
+    def _write_checkpoint(self, folder: Path, models: dict, arrays: dict, values: dict) -> checkpoint.SaveError | None:
         trainer = self.trainer
         state = {
             "global_step": trainer.global_step,
@@ -347,14 +349,7 @@ class Run:
             "method": values,
         }
         try:
-            checkpoint.save_checkpoint(
-                folder,
-                trainer.model,
-                trainer.tokenizer,
-                arrays,
-                state,
-                others={name: trained.model for name, trained in trainer.models.items() if name != POLICY},
-            )
+            checkpoint.save_checkpoint(folder, models.pop(POLICY), trainer.tokenizer, arrays, state, others=models)
         except checkpoint.SaveError as error:
             return error
         try:

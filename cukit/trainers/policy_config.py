@@ -92,6 +92,11 @@ class PolicyConfig(TrainerConfig):
         super().__post_init__()
         for name in ("num_generations_eval", "max_completion_length", "max_tool_calling_iterations"):
             check_range(self, name, 1)
+        require(
+            self.balance_rollouts != "true" or self.tensor_parallel_size == 1,
+            f"balance_rollouts=true moves groups by the clock, which the {self.tensor_parallel_size} processes of "
+            "tensor_parallel_size would read apart: leave it out",
+        )
         check_range(self, "min_p", 0, 1)
         check_range(self, "temperature", 0, open_low=True)
         require(
@@ -110,6 +115,11 @@ class PolicyConfig(TrainerConfig):
         count, processes = self.rollout_gpus, self.num_processes
         check_range(self, "rollout_gpus", 0)
         check_range(self, "max_staleness", 0, 1)
+        require(
+            not count or self.tensor_parallel_size == 1,
+            f"rollout_gpus={count} sends weights to ranks that hold whole models, and tensor_parallel_size="
+            f"{self.tensor_parallel_size} shares them out: leave one of them out",
+        )
         require(
             not count or processes > 1,
             f"rollout_gpus={count} takes some of several processes, and this is the only one: start it by mpirun -n "

@@ -81,6 +81,11 @@ class PolicyTrainer(Trainer):
         self.scorer = self.eval_scorer = self._make_scorer(reward_funcs, args.reward_weights)
         if eval_reward_funcs is not None:
             self.eval_scorer = self._make_scorer(eval_reward_funcs)
+        if self.environments is not None and args.tensor_parallel_size > 1:
+            raise ValueError(
+                f"tensor_parallel_size={args.tensor_parallel_size} processes compute the same steps, which an "
+                "environment that each of them plays may part: leave out environment and tools, or tensor_parallel_size"
+            )
         self.generation = self.make_generation()
         super().__init__(model, args, train_dataset, eval_dataset, processing_class, callbacks, device, dtype)
         self.apart = Apart(self) if args.rollout_gpus else None
@@ -170,7 +175,7 @@ class PolicyTrainer(Trainer):
     def plan_memory(self, *more: ModelUse, **sizes: Any) -> Plan:
         args, use, draws, trains = self.args, self.model, self.ranks.draws, self.ranks.trains
         copied = self.needs_reference and adapter_of(use, args) is None  # with an adapter, the base is the reference
-        others = [ModelUse("reference", use.config, use.dtype)] if copied and trains else []
+        others = [ModelUse("reference", self.own_shape(use.config), use.dtype)] if copied and trains else []
         others += [one.use(use.dtype) for one in self.reward_models.values()] if draws else []
         others += more if trains else ()
         longest = max(len(ids) for _, ids in self.train_rows) + args.max_completion_length

@@ -77,9 +77,10 @@ class PPOTrainer(PolicyTrainer):
             return ValueHead(policy.backend, policy.dtype, policy.config.hidden_size)
         if self.args.critic_model is not None:
             self._critic_config(policy.config)
-            critic = load_model(self.args.critic_model, policy.backend.name, policy.dtype, head="score")
+            given = self.args.critic_model, policy.backend.name, policy.dtype
+            critic = load_model(*given, head="score", tensor=policy.tensor)
         else:
-            critic = Decoder(policy.config, policy.backend, policy.dtype, head="score")
+            critic = Decoder(policy.config, policy.backend, policy.dtype, head="score", tensor=policy.tensor)
             own = policy.parts()
             for name, view in critic.parts().items():
                 if name in own:
@@ -125,7 +126,7 @@ class PPOTrainer(PolicyTrainer):
         if self.args.critic == "separate":
             loaded = isinstance(use, Decoder)
             config = self._critic_config(use.config)
-            critics = [ModelUse(CRITIC, config, use.dtype, trained=True, loaded=loaded, head=False)]
+            critics = [ModelUse(CRITIC, self.own_shape(config), use.dtype, trained=True, loaded=loaded, head=False)]
         return super().plan_memory(*critics, *more, **sizes)
 
     def count_steps(self) -> int:

@@ -1,6 +1,7 @@
 """What a trainer does as one of several ranks; on its own it does none of it.
 
-Every rank runs the same program on the same data, and holds the same weights. What costs time is shared out: prompts
+Every rank runs the same program on the same data, and holds the same weights (tensor_parallel.py: or the same part of
+them, and what is said of a rank here holds of the ranks that share a model). What costs time is shared out: prompts
 are drawn and rewarded, rows are trained on and evaluated by one rank each; what comes of it is gathered, and everything
 that follows from it (advantages, weights of tokens, metrics) is computed by each rank from the whole. So N ranks do
 what one rank does with the same batch, but for the order in which sums are added up.
@@ -15,18 +16,25 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ..models.store import PIECES
+from ..parallel.config import TensorOptions
 from ..parallel.group import Group, RankLost, shares
 from ..parallel.world import world
 from ..runs.progress import Progress
 from ..runs.signals import RunStopped
 from .gradient_sums import GradientSums
+from .tensor_parallel import divided
 
 T = TypeVar("T")
 Sums = dict[str, Any]
 
 
+class FailedElsewhere(OSError):
+    """What one of the ranks that share a model did for all of them has failed; the message says which, and why."""
+
+
 class Ranks:
-    """The ranks of a run. group: default: all processes that the launcher started.
+    """The ranks of a run. everyone: default: all processes that the launcher started. options: how many of them share a
+    model; such ranks do all work of one rank together, and `rank` and `size` count them as one.
 
     rollout_gpus: the last so many ranks only draw completions, and the others only train (apart.py); 0: each does both.
     """
@@ -34,10 +42,12 @@ class Ranks:
     draws = trains = True  # what this rank does
     sending: Group | None = None  # the first rank, which sends weights, and those that only draw
 
-    def __init__(self, group: Group | None = None, rollout_gpus: int = 0):
-        self.group = world() if group is None else group
+    def __init__(self, everyone: Group | None = None, options: TensorOptions | None = None, rollout_gpus: int = 0):
+        self.world = world() if everyone is None else everyone
+        self.group, self.tensor = divided(self.world, options)
         self.rank, self.size = self.group.rank, self.group.size
-        self.is_first = self.rank == 0  # it writes files and talks to the user
+        self.several = self.world.size > 1
+        self.is_first = self.world.rank == 0  # it writes files and talks to the user
         self.alone = False
         self.training: Ranks = self  # those that train; on a rank that does not, a group of one that has nothing to do
         self.weights_step: int | None = None  # the step whose weights each rank is known to have
@@ -57,28 +67,26 @@ class Ranks:
         If it raises on any rank, all ranks end: the rank itself with its own error, the others with RankLost, which
         names it; or all with RunStopped where a rank was asked to stop.
         """
-        if self.size == 1:
+        if not self.several:
             return [work()]
-        value, error = None, None
-        try:
+
+        def alone() -> T | None:
             with self.being_alone():
                 value = work()
-        except RankLost:
-            raise
-        except (Exception, RunStopped) as raised:
-            error = raised
-        state = None if error is None else (isinstance(error, RunStopped), f"{type(error).__name__}: {error}"[:500])
-        found = self.group.gather_values((state, value), what)
-        states = [(rank, *state) for rank, (state, _) in enumerate(found) if state is not None]
-        failed = [(rank, text) for rank, is_stop, text in states if not is_stop]
-        if error is not None and not (failed and isinstance(error, RunStopped)):
-            raise error
-        if failed:
-            rank, text = failed[0]
-            raise RankLost(f"rank {rank} failed in {what}: {text}")
-        if states:
-            raise RunStopped
-        return [value for _, value in found]
+            return value if self.tensor is None or self.tensor.rank == 0 else None  # the same on all of them
+
+        found = _together(self.world, alone, what, RankLost)
+        return found[:: self.world.size // self.size]  # type: ignore[return-value]
+
+    def once(self, work: Callable[[], T], what: str) -> T:
+        """What work() gives, which calls a user's code: of ranks that share a model the first one alone calls it, and
+        all get it.
+        """
+        if self.tensor is None:
+            return work()
+        is_first = self.tensor.rank == 0
+        found = _together(self.tensor.group, lambda: work() if is_first else None, what, FailedElsewhere)
+        return found[0]  # type: ignore[return-value]
 
     def first(self, work: Callable[[], T], what: str) -> T:
         """What work() gives on the first rank, which alone calls it; on every rank."""
@@ -86,7 +94,9 @@ class Ranks:
 
     def any(self, flag: bool) -> bool:
         """Whether any rank says so; alone, this one."""
-        return flag if self.size == 1 or self.alone else any(self.group.gather_values(flag, "stop"))
+        if self.alone:  # but for those that share its model
+            return flag if self.tensor is None else any(self.tensor.group.gather_values(flag, "stop"))
+        return any(self.world.gather_values(flag, "stop")) if self.several else flag
 
     def drawn_here(self, count: int) -> range:
         """Of so many prompts, the places of those that this rank draws: none if it only trains."""
@@ -116,7 +126,7 @@ class Ranks:
             self.group.on(backend).all_gather(column, [int(border) for border in borders], "columns")
 
     def barrier(self, what: str) -> None:
-        self.group.barrier(what)
+        self.world.barrier(what)
 
     @contextmanager
     def being_alone(self) -> Iterator[None]:
@@ -147,8 +157,11 @@ class Ranks:
 
         models: by name. learning: those that the update is of. passes: for each pass of this rank those that it serves.
         """
-        if self.size == 1:
+        if not self.several:
             return work(None)
+        if self.size == 1:  # all of them share one model
+            alone = self.each(lambda: work(None), "training")
+            return merged([sums for sums, _ in alone]), any(has for _, has in alone)
         gradients = GradientSums(self.group, models, learning, passes, fast)
 
         def joined() -> tuple[Sums, bool, dict]:
@@ -185,7 +198,7 @@ class Ranks:
         """ValueError in one line unless all ranks are about to do the same with the same weights. advice: the end of
         what is said of a rank that is lost.
         """
-        if self.size == 1:
+        if not self.several:
             return
         self.watch.timeout, self.watch.advice = trainer.args.ddp_timeout, advice
         facts = {name: value for name, value in trainer.run_config().items() if name != "output_dir"}
@@ -199,17 +212,18 @@ class Ranks:
             self.training.compare(sums)
             groups = [group for group in (self.training.group, self.sending) if group is not None]
         for group in groups:
-            group.on(trainer.model.backend)  # what GPUs need for it is missed here, and not after the first rollout
+            if group.size > 1:  # what GPUs need for it is missed here, and not after the first rollout
+                group.on(trainer.model.backend)
 
     def compare(self, facts: dict) -> None:
         """ValueError in one line if a fact differs between ranks."""
-        everyone = self.group.gather_values(facts, "start of the run")
+        everyone, parts = self.world.gather_values(facts, "start of the run"), self.world.size // self.size
         for rank, other in enumerate(everyone):
-            for name, value in everyone[0].items():
+            for name, value in everyone[rank % parts].items():
                 if other.get(name) != value:
                     raise ValueError(
-                        f"the ranks differ in {name}: {value!r} on rank 0, {other.get(name)!r} on rank {rank}; give "
-                        "each the same model, data, options and kind of device"
+                        f"the ranks differ in {name}: {value!r} on rank {rank % parts}, {other.get(name)!r} on rank "
+                        f"{rank}; give each the same model, data, options and kind of device"
                     )
 
     def tables(self, own: str) -> str:
@@ -221,24 +235,49 @@ class Ranks:
 
     def busy(self) -> None:
         """Before what keeps all threads of a process waiting: a large file that is read. Until the next collective."""
-        if self.size > 1:
+        if self.several:
             self.watch.busy()
 
     def progress(self, total_steps: int, label: str, start_step: int) -> Progress:
         """The display of a run: plain lines of the first rank, since mpirun shows each process a terminal, whatever
         there is.
         """
-        live = False if self.size > 1 else None
+        live = False if self.several else None
         return Progress(total_steps, label, start_step, live, silent=not self.is_first)
 
     def end(self, error: BaseException | None) -> None:
         """At the end of a run: no rank goes on before the first one has written everything."""
-        if self.size > 1:
+        if self.several:
             self.barrier("end of the run") if error is None else self.watch.end_run(error, self.is_first)
 
     @property
     def watch(self) -> Any:
-        return self.group.watch  # type: ignore[attr-defined]
+        return self.world.watch  # type: ignore[attr-defined]
+
+
+def _together(group: Group, work: Callable[[], T], what: str, elsewhere: type[OSError]) -> list[T]:
+    """What work() gives on each rank of a group. If it raises on any, all raise: the rank its own error, the others
+    `elsewhere`; or all RunStopped.
+    """
+    value, error = None, None
+    try:
+        value = work()
+    except RankLost:
+        raise
+    except (Exception, RunStopped) as raised:
+        error = raised
+    state = None if error is None else (isinstance(error, RunStopped), f"{type(error).__name__}: {error}"[:500])
+    found = group.gather_values((state, value), what)
+    states = [(rank, *state) for rank, (state, _) in enumerate(found) if state is not None]
+    failed = [(rank, text) for rank, is_stop, text in states if not is_stop]
+    if error is not None and not (failed and isinstance(error, RunStopped)):
+        raise error
+    if failed:
+        rank, text = failed[0]
+        raise elsewhere(f"rank {rank} failed in {what}: {text}")
+    if states:
+        raise RunStopped
+    return [value for _, value in found]
 
 
 def merged(parts: Iterable[Sums]) -> Sums:

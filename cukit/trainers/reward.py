@@ -70,7 +70,7 @@ class RewardTrainer(RowTrainer):
 
     def load_model(self, folder: Path, device: str, dtype: str) -> Decoder:
         """The model, with the tokenizer's padding id in its configuration: transformers reads scores before padding."""
-        model = load_model(folder, device, dtype, self.head, self.args.seed)
+        model = load_model(folder, device, dtype, self.head, self.args.seed, self.ranks.tensor)
         if (pad := self.tokenizer.pad_token_id) is not None:
             set_padding(model, pad)
         return model

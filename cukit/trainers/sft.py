@@ -38,7 +38,7 @@ class SFTTrainer(RowTrainer):
     def load_model(self, folder: Path, device: str, dtype: str) -> Decoder:
         if not self.args.init_from_config:
             return super().load_model(folder, device, dtype)
-        model = Decoder(load_config(folder, "lm_head"), backend_for(device), dtype)
+        model = Decoder(load_config(folder, "lm_head"), backend_for(device), dtype, tensor=self.ranks.tensor)
         model.init_weights(self.args.seed)
         return model
 

@@ -30,7 +30,7 @@ def shared_out(
 
     A prompt's completions are always one rank's. What rewards record as metrics is put together in the scorer.
     """
-    if ranks.size == 1:
+    if not ranks.several:
         return draw(places)
     parts = ranks.each(part or partial(own_part, ranks, scorer, places, draw), what)
     found = [one for one in parts if one is not None]

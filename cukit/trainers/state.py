@@ -24,6 +24,7 @@ from ..options import say_once
 from ..runs.record import machine
 from .ranks import Ranks
 from .sharded_weights import ShardedWeights
+from .tensor_parallel import own_states, whole_states
 from .zero import ShardedAdamW
 
 logger = logging.getLogger(__name__)
@@ -88,18 +89,21 @@ def run_facts(trainer) -> dict:
     return {
         "method": trainer.label,
         "model": trainer.model_name,
-        "parameters": sum(parameter.data.size for parameter in model.named_parameters().values()),
+        "parameters": model.num_parameters,
         "dtype": str(model.dtype),
         "total_steps": trainer.total_steps,
-        "processes": trainer.ranks.size,
+        "processes": trainer.ranks.world.size,
     } | machine(model.backend)
 
 
 def state_arrays(models: dict[str, TrainedModel], method: dict) -> dict:
-    """name -> array of everything but weights that an exact resume needs."""
+    """name -> array of everything but weights that an exact resume needs; of models that ranks share on the first of
+    them, and all of them call it.
+    """
     arrays = {METHOD + name: array for name, array in method.items()}
     for name, trained in models.items():
-        arrays |= {_prefix(name) + key: array for key, array in trained.optimizer.state_dict().items()}
+        state = whole_states(trained.model, trained.optimizer.state_dict())
+        arrays |= {_prefix(name) + key: array for key, array in state.items()}
     return arrays
 
 
@@ -123,7 +127,7 @@ def restore(models: dict[str, TrainedModel], arrays: dict, folder: Path) -> dict
             raise ValueError(f"{folder} holds no model {name!r}: it was written by a run without one; start a new run")
         load_weights(trained.model, source)
         if trained.optimizer is not None:  # a rank that does not train has none
-            trained.optimizer.load_state_dict(mine)
+            trained.optimizer.load_state_dict(own_states(trained.model, mine))
     return method
 
 
@@ -141,7 +145,7 @@ def load_weights(model: Decoder | ValueHead, folder: Path) -> None:
     if isinstance(model, ValueHead):
         stored = model.stored_parts(folder)
     else:
-        stored = load_model(folder, "cpu", model.dtype, model.config.head).parts()
+        stored = load_model(folder, "cpu", model.dtype, model.config.head, tensor=model.tensor).parts()
     parts = model.parts()
     for name in sorted(parts.keys() | stored.keys()):
         ours, theirs = (found[name].shape if name in found else None for found in (parts, stored))

@@ -166,6 +166,9 @@ class Steps(ABC):
             [self.served_by(micro_batch) for micro_batch in micro_batches],
             self.args.fast_reduction,
         )
+        for one in self.models.values():
+            if (store := one.model.trained_store).tensor is not None:
+                store.tensor.complete_gradients(store)
         return float(sums.pop("loss", 0.0)), sums, has_gradient
 
     def _passes(

@@ -22,8 +22,10 @@ from ..engine.config import EngineConfig
 from ..engine.fitting import TRAINING, Search, search
 from ..engine.memory import DoesNotFit, Plan, hold_memory, plan_memory
 from ..engine.shapes import ModelUse, adapted
+from ..engine.tensor_parallel import least_memory
+from ..models.config import ModelConfig
 from ..models.decoder import Decoder
-from ..models.weights import load_model, model_folder, save_model, tokenizer_folders
+from ..models.weights import load_model, model_folder, save_model, tokenizer_folders, whole_model
 from ..optim import AdamW
 from ..options import stated_values
 from ..runs.metrics import MetricsLogger, Timer
@@ -57,6 +59,7 @@ class Trainer(Steps):
     label = "run"
     head = "lm_head"  # of the model that is trained
     args: TrainerConfig
+    _least_memory: dict[str, Any] | None = None  # of the ranks that share the models; None: of this one
 
     def __init__(
         self,
@@ -70,7 +73,7 @@ class Trainer(Steps):
         dtype: str = "auto",
         peft_config: Any = None,
     ):
-        self.ranks = Ranks(rollout_gpus=args.num_processes - args.training_processes)
+        self.ranks = Ranks(options=args.parallel, rollout_gpus=args.num_processes - args.training_processes)
         args = with_peft(args, peft_config, self.head)
         check_packages(args.report_to or [])
         self.args, self.callbacks = args, list(callbacks)
@@ -92,6 +95,8 @@ class Trainer(Steps):
             check_base(args, folder, model)
             self.tokenizer = processing_class or Tokenizer.from_folder(*tokenizer_folders(folder))
             model = self.load_model(folder, device, dtype)
+        if self.ranks.tensor is not None and model.tensor is None:
+            model = model.share_out(self.ranks.tensor)
         put_adapter(model, args, self.model_name)
         model.limit_vocabulary(self.tokenizer.vocab_size)
         self.models = self.make_models(model)
@@ -102,7 +107,7 @@ class Trainer(Steps):
             self.eval_rows = self.read_rows(eval_dataset, "eval_dataset")
         elif args.evaluates != "no":
             raise ValueError(f"eval_strategy={args.evaluates} needs an eval_dataset")
-        self.total_steps = self.count_steps()
+        self.total_steps, self._least_memory = self.count_steps(), least_memory(self.ranks.tensor, model.backend)
         try:
             self.plan = self.plan_memory()
         except DoesNotFit as error:
@@ -115,7 +120,7 @@ class Trainer(Steps):
         self.evaluations: list[tuple[int, dict]] = []
         self.evaluation_due = False
         self.best = BestModel(args) if args.best.tracks else None
-        self.timer, self._stop = Timer(), StopSignal(self.ranks.size > 1, self.ranks.is_first)
+        self.timer, self._stop = Timer(), StopSignal(self.ranks.several, self.ranks.is_first)
 
     @property
     def model(self) -> Decoder:
@@ -143,7 +148,7 @@ class Trainer(Steps):
     # ---- hooks of a method; those that are not abstract may stay as they are ----
 
     def load_model(self, folder: Path, device: str, dtype: str) -> Decoder:
-        return load_model(folder, device, dtype)
+        return load_model(folder, device, dtype, tensor=self.ranks.tensor)
 
     def make_models(self, policy: Decoder) -> dict[str, TrainedModel]:
         """The models that the run trains, by name; the policy is the one that it publishes."""
@@ -179,7 +184,8 @@ class Trainer(Steps):
             most = min(most, step_tokens)
         policy = self.model
         loaded, head = isinstance(policy, Decoder), policy.config.head == "lm_head"
-        trained = ModelUse(POLICY, policy.config, policy.dtype, trained=trains, loaded=loaded, head=head)
+        shape = self.own_shape(policy.config)
+        trained = ModelUse(POLICY, shape, policy.dtype, trained=trains, loaded=loaded, head=head)
         if found := adapter_of(policy, self.args):
             trained = adapted(trained, *found)
         offloaded = self.args.offload_optimizer and policy.backend.name == "cuda"
@@ -194,8 +200,13 @@ class Trainer(Steps):
             ranks=self.args.training_processes if self.args.zero_stage else 1,
             zero_stage=self.args.zero_stage,
             memory_limit=self.args.memory.nbytes,
+            **(self._least_memory or {}),
             **sizes,
         )
+
+    def own_shape(self, config: ModelConfig) -> ModelConfig:
+        """The shape of this rank's part of a model."""
+        return config.part_of(self.args.tensor_parallel_size)
 
     def search_options(self) -> Search:
         """Which options would make the run fit."""
@@ -260,9 +271,11 @@ class Trainer(Steps):
         adapter's folder, in PEFT's format. Every rank calls it, and the first one writes.
         """
         self.whole_weights()
-        if self.ranks.is_first:
-            save_model(self.model, folder)
-            self.tokenizer.save(folder)
+        if self.ranks.rank == 0:  # those that share the first one's models help it
+            model = whole_model(self.model)
+            if self.ranks.is_first:
+                save_model(model, folder)
+                self.tokenizer.save(folder)
 
     def whole_weights(self) -> None:
         """With zero_stage=3, gather all weights on every rank, which all call it: for what reads or uses them. The next

@@ -43,13 +43,16 @@ class StandIn:
     """What the engine asks of a model: one layer, and a cache that holds one number a token."""
 
     exact = "auto"
+    tensor = None
 
     def __init__(self, dtype, vocab_size, max_position_embeddings):
         self.backend, self.dtype, self.vocab_size = backend_for("cpu"), np.dtype(dtype), vocab_size
         ones = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
-        self.config = SimpleNamespace(
+        self.config = self.own_config = SimpleNamespace(
             **dict.fromkeys(ones, 1),
             vocab_size=vocab_size,
+            vocab_rows=vocab_size,
+            vocab_parts=1,
             max_position_embeddings=max_position_embeddings,
             head_dim=1,
             tie_word_embeddings=True,

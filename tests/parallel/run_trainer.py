@@ -20,6 +20,7 @@ from cukit import Environment, GRPOConfig, GRPOTrainer, PPOConfig, PPOTrainer, S
 from cukit.backend import backend_for  # noqa: E402
 from cukit.models.config import ModelConfig  # noqa: E402
 from cukit.models.decoder import Decoder  # noqa: E402
+from cukit.models.weights import whole_parts  # noqa: E402
 from cukit.parallel import watch  # noqa: E402
 from cukit.parallel.world import world  # noqa: E402
 from cukit.tokenizer import Tokenizer  # noqa: E402
@@ -65,8 +66,8 @@ def tokenizer():
     return Tokenizer.from_folder(TINY)
 
 
-def model(dtype="float64", head="lm_head", seed=0, device="cpu"):
-    raw = json.loads((TINY / "config.json").read_text()) | SMALL
+def model(dtype="float64", head="lm_head", seed=0, device="cpu", shape=()):
+    raw = json.loads((TINY / "config.json").read_text()) | SMALL | dict(shape)
     if head == "score":
         raw |= {"architectures": ["Qwen3ForSequenceClassification"], "num_labels": 1}
     made = Decoder(ModelConfig.from_json(raw), backend_for(device), dtype, head)
@@ -91,21 +92,32 @@ class TwoTurns(Environment):
         return None if len(conversation) > 3 else [{"role": "user", "content": "7"}]
 
 
-def make_trainer(method, dtype="float64", device="cpu", **options):
+def make_trainer(method, dtype="float64", device="cpu", shape=(), **options):
     world()  # before anything of CUDA
+    given = model(dtype, "score" if method == "reward" else "lm_head", device=device, shape=shape)
     if method == "sft":
         args = SFTConfig(**SHARED | {"per_device_train_batch_size": 6} | options)
-        return SFTTrainer(model(dtype, device=device), args, DEMONSTRATIONS, DEMONSTRATIONS[:5], tokenizer())
+        return SFTTrainer(given, args, DEMONSTRATIONS, DEMONSTRATIONS[:5], tokenizer())
     if method == "reward":
         args = RewardConfig(**SHARED | {"per_device_train_batch_size": 6} | options)
-        return RewardTrainer(model(dtype, "score", device=device), args, PAIRS, PAIRS[:5], tokenizer())
+        return RewardTrainer(given, args, PAIRS, PAIRS[:5], tokenizer())
     if method == "ppo":
         args = PPOConfig(**SHARED | DRAWN | {"per_device_train_batch_size": 12, "num_ppo_epochs": 2} | options)
-        return PPOTrainer(model(dtype, device=device), share_of_ones, args, PROMPTS, PROMPTS[:5], tokenizer())
+        return PPOTrainer(given, share_of_ones, args, PROMPTS, PROMPTS[:5], tokenizer())
     factory = TwoTurns if options.pop("plays", False) else None
     args = GRPOConfig(**SHARED | DRAWN | {"per_device_train_batch_size": 24, "num_generations": 4} | options)
-    return GRPOTrainer(model(dtype, device=device), share_of_ones, args, PROMPTS, PROMPTS[:5], tokenizer(),
+    return GRPOTrainer(given, share_of_ones, args, PROMPTS, PROMPTS[:5], tokenizer(),
                        environment_factory=factory)  # fmt: skip
+
+
+def wholes(model, views):
+    """Copies on the host; of parts that ranks share out, wholes on the first of them and nothing on the others."""
+    if getattr(model, "tensor", None) is None:
+        return {part: model.backend.to_numpy(view).copy() for part, view in views.items()}
+    shared = {part: view for part, view in views.items() if model.tensor.axis_of(part) is not None}
+    return whole_parts(model, shared) | {
+        part: model.backend.to_numpy(view).copy() for part, view in views.items() if part not in shared
+    }
 
 
 class Recorder:
@@ -119,8 +131,9 @@ class Recorder:
         def kept(*given):
             found = accumulate(*given)
             for name, one in trainer.models.items():
-                for part, view in one.model.trained_store.part_views(lambda bucket: bucket.grad).items():
-                    self.arrays[f"gradient/{trainer.global_step}/{name}/{part}"] = to_numpy(view).copy()
+                views = one.model.trained_store.part_views(lambda bucket: bucket.grad)
+                for part, array in wholes(one.model, views).items():
+                    self.arrays[f"gradient/{trainer.global_step}/{name}/{part}"] = array
             return found
 
         def acting(step):
@@ -188,8 +201,8 @@ def run_case(folder, method, resume=None, does=None, silent=None, slow=None, **o
     rank = world().rank
     arrays = dict(recorder.arrays)
     for name, one in trainer.models.items():
-        views, to_numpy = one.model.trained_store.part_views(), one.model.backend.to_numpy
-        arrays |= {f"weights/{name}/{part}": to_numpy(view).astype(np.float64) for part, view in views.items()}
+        found = wholes(one.model, one.model.trained_store.part_views())
+        arrays |= {f"weights/{name}/{part}": array.astype(np.float64) for part, array in found.items()}
     np.savez(folder / f"rank-{rank}.npz", **arrays)
     evaluations = [metrics for _, metrics in trainer.evaluations]
     told = {"last": last, "evaluations": evaluations, "step": trainer.global_step, "run": str(trainer.run_folder)}

@@ -354,6 +354,7 @@ def test_what_is_refused(monkeypatch):
     for wrong, message in {
         "max_staleness=2": "max_staleness must be",
         "max_staleness=1 rollout_gpus=0": "max_staleness=1 draws completions while others are trained on: give rollout",
+        "tensor_parallel_size=2": "rollout_gpus=1 sends weights to ranks that hold whole models, and tensor_para",
         "balance_rollouts='true'": "balance_rollouts=true moves groups between processes that both draw and train",
         "max_staleness=1 dynamic_sampling=true": "dynamic_sampling draws in rounds",
         "max_staleness=1 use_kl_in_reward=true beta=0.1": "use_kl_in_reward takes the log-probs that were drawn with",

@@ -7,9 +7,11 @@ import threading
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
+import ml_dtypes
 import numpy as np
 import pytest
 
+from cukit.parallel import group as group_module
 from cukit.parallel import nccl as nccl_module
 from cukit.parallel.nccl import NCCLGroup
 from cukit.trainers.gradient_sums import GradientSums
@@ -18,6 +20,7 @@ from cukit.trainers.state import TrainedModel
 from . import run_trainer
 from .threads import on_ranks
 
+BFLOAT16 = ml_dtypes.bfloat16
 ROOT = Path(__file__).parents[2]
 waiting = threading.local()  # of a rank: its group of threads, and the calls of its NCCL group
 
@@ -83,9 +86,9 @@ class Link:
         ctypes.memmove(target, self._all(ctypes.string_at(source, count))[root], count)
 
     def allReduce(self, source, target, count, kind, op, stream):  # noqa: N802
-        dtype = {7: np.float32, 8: np.float64}[kind]
-        parts = [np.frombuffer(part, dtype) for part in self._all(ctypes.string_at(source, count * dtype().nbytes))]
-        ctypes.memmove(target, np.sum(parts, axis=0, dtype=dtype).tobytes(), count * dtype().nbytes)
+        dtype = np.dtype({6: np.float16, 7: np.float32, 8: np.float64, 9: BFLOAT16}[kind])
+        parts = [np.frombuffer(part, dtype) for part in self._all(ctypes.string_at(source, count * dtype.itemsize))]
+        ctypes.memmove(target, np.sum(parts, axis=0, dtype=dtype).tobytes(), count * dtype.itemsize)
 
 
 def group_start():
@@ -105,7 +108,8 @@ def group_end():
 
 
 nccl = SimpleNamespace(
-    available=True, NCCL_UINT8=1, NCCL_FLOAT32=7, NCCL_FLOAT64=8, NCCL_SUM=0, NcclCommunicator=Link,
+    available=True, NCCL_SUM=0, NcclCommunicator=Link,
+    NCCL_UINT8=1, NCCL_FLOAT16=6, NCCL_FLOAT32=7, NCCL_FLOAT64=8, NCCL_BFLOAT16=9,
     get_unique_id=lambda: b"id of rank %d" % waiting.host.rank, groupStart=group_start, groupEnd=group_end,
 )  # fmt: skip
 
@@ -124,6 +128,7 @@ def library(monkeypatch):
     cuda.nccl, cuda.Stream, cuda.get_current_stream = nccl, Stream, current_stream
     cuda.Device = lambda: SimpleNamespace(pci_bus_id=waiting.place)
     cupy.cuda, cupy.empty_like = cuda, lambda array: np.empty_like(array)
+    cupy.empty = lambda shape, dtype: device(np.empty(shape, dtype))
     for name, module in (("cupy", cupy), ("cupy.cuda", cuda), ("cupy.cuda.nccl", nccl)):
         monkeypatch.setitem(sys.modules, name, module)
     spec = importlib.util.spec_from_file_location("nccl_under_test", ROOT / "cukit/backend/cuda/nccl.py")
@@ -148,8 +153,11 @@ def on_gpus(size, work, place=lambda rank: f"0000:{rank}"):
 
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("count", [0, 1, 6, 7, 1000])
+@pytest.mark.parametrize("small", [0, 1 << 20])
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_a_sum_is_added_in_order_of_ranks(size, count, dtype, library):
+def test_a_sum_is_added_in_order_of_ranks(size, count, dtype, small, library, monkeypatch):
+    """Large ones by shares; small ones by one exchange; of two ranks by NCCL itself."""
+    monkeypatch.setattr(group_module, "SMALL", small)
     arrays = [np.random.default_rng([rank, count]).normal(size=count).astype(dtype) for rank in range(size)]
     truth = arrays[0] + arrays[1]
     for more in arrays[2:]:
@@ -164,6 +172,20 @@ def test_a_sum_is_added_in_order_of_ranks(size, count, dtype, library):
     for ordered, fast in on_gpus(size, work):
         np.testing.assert_array_equal(ordered, truth)
         np.testing.assert_allclose(fast, truth, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, BFLOAT16])
+def test_half_types_are_added_too(dtype, library):
+    arrays = [np.array([1.5, 300, -2]).astype(dtype) * (rank + 1) for rank in range(3)]
+
+    def work(group):
+        own = device(arrays[group.rank].copy())
+        group.all_reduce(own)
+        return own
+
+    for size in (2, 3):
+        for found in on_gpus(size, work):
+            np.testing.assert_array_equal(found, sum(x.astype(np.float32) for x in arrays[:size]).astype(dtype))
 
 
 @pytest.mark.parametrize("borders", [None, [0, 4, 8, 12], [0, 0, 5, 12]])
@@ -189,6 +211,19 @@ def test_every_call_is_after_the_work_before_it_and_before_what_follows(library)
         return link._stream.log
 
     assert on_gpus(2, work) == [["wait", "record"]] * 2
+
+
+@pytest.mark.parametrize(("size", "small"), [(2, 0), (3, 1 << 20)])
+def test_a_sum_of_two_ranks_or_a_small_one_is_one_launch_of_its_own(size, small, library, monkeypatch):
+    """And not an exchange between each two ranks."""
+    monkeypatch.setattr(group_module, "SMALL", small)
+    monkeypatch.setattr(library.Communicator, "swap", None)
+
+    def work(group):
+        group.all_reduce(device(np.zeros(4, np.float32)))
+        return group._link._stream.log
+
+    assert on_gpus(size, work) == [["wait", "record"]] * size
 
 
 def test_what_runs_beside_waits_for_what_was_told_and_is_waited_for_at_join(library):
@@ -257,8 +292,8 @@ def test_without_nccl_the_way_out_is_named(library, monkeypatch):
 
 def test_what_nccl_cannot_add_is_refused(library):
     def work(group):
-        with pytest.raises(ValueError, match="adds up float32 and float64 here, got float16"):
-            group.all_reduce(device(np.zeros(4, np.float16)), fast=True)
+        with pytest.raises(ValueError, match="adds up bfloat16, float16, float32, float64 here, got int32"):
+            group.all_reduce(device(np.zeros(4, np.int32)), fast=True)
         with pytest.raises(ValueError, match="contiguous"):
             group.broadcast(device(np.zeros((4, 4)))[:, :2])
 

@@ -89,3 +89,12 @@ def on_ranks(size, work, timeout=60):
     for thread in threads:
         thread.join()
     return found
+
+
+def together(size, work, timeout=60):
+    """on_ranks(…), of which none may fail."""
+    found = on_ranks(size, work, timeout)
+    for one in found:
+        if isinstance(one, BaseException):
+            raise one
+    return found

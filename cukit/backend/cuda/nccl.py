@@ -10,6 +10,12 @@ from contextlib import contextmanager
 import cupy as cp
 from cupy.cuda import nccl
 
+KINDS = {
+    "bfloat16": "NCCL_BFLOAT16",
+    "float16": "NCCL_FLOAT16",
+    "float32": "NCCL_FLOAT32",
+    "float64": "NCCL_FLOAT64",
+}  # dtype -> NCCL's name of it
 INSTALL = "pip install 'nvidia-nccl-cu12>=2.18,<3' (of cupy-cuda13x: nvidia-nccl-cu13)"
 
 
@@ -78,6 +84,15 @@ class Communicator:
                 own = array.data.ptr + self.rank * share
                 self._link.allGather(own, array.data.ptr, share, nccl.NCCL_UINT8, stream)
 
+    def all_parts(self, array):
+        """(size, elements): the array of each rank."""
+        _check(array)
+        parts = cp.empty((self.size, array.size), array.dtype)
+        if array.nbytes:
+            with self._in_order() as stream:
+                self._link.allGather(array.data.ptr, parts.data.ptr, array.nbytes, nccl.NCCL_UINT8, stream)
+        return parts
+
     def broadcast(self, array, root: int) -> None:
         _check(array)
         if array.nbytes:
@@ -85,13 +100,12 @@ class Communicator:
                 self._link.broadcast(array.data.ptr, array.data.ptr, array.nbytes, nccl.NCCL_UINT8, root, stream)
 
     def add_up(self, array) -> None:
-        """array = the sum of all ranks' arrays, float32 or float64, in NCCL's own order."""
+        """array = the sum of all ranks' arrays, of floating-point numbers, in NCCL's own order."""
         _check(array)
-        kinds = {"f": nccl.NCCL_FLOAT32, "d": nccl.NCCL_FLOAT64}
-        if array.dtype.char not in kinds:
-            raise ValueError(f"NCCL adds up float32 and float64 here, got {array.dtype}")
+        if array.dtype.name not in KINDS:
+            raise ValueError(f"NCCL adds up {', '.join(KINDS)} here, got {array.dtype}")
         if array.size:
-            kind, place = kinds[array.dtype.char], array.data.ptr
+            kind, place = getattr(nccl, KINDS[array.dtype.name]), array.data.ptr
             with self._in_order() as stream:
                 self._link.allReduce(place, place, array.size, kind, nccl.NCCL_SUM, stream)
 

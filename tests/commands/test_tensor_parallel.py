@@ -1,0 +1,58 @@
+"""Commands of processes that share a model, without MPI: what they are told, and who speaks."""
+
+import json
+import sys
+
+import pytest
+
+import cukit_cli
+from cukit.bench import GenerateBench
+from cukit.bench.generate import workloads
+from cukit.commands import chat
+
+PAIR = ["--tensor_parallel_size", "2"]
+BENCH = ["bench", "generate", "--model", "tiny", "--device", "cpu", "--workload", "decode", "--scale", "0.02"]
+
+
+@pytest.mark.parametrize("command", [["generate", "--prompt", "1+1="], BENCH, ["bench", "train", "--scale", "0.01"]])
+def test_one_process_is_told_how_to_start_two(command, capsys):
+    assert cukit_cli.main([*command, *PAIR]) == 2
+    assert "this run has 1: start it with mpirun -n 2" in capsys.readouterr().err
+
+
+def test_a_conversation_of_several_processes_needs_its_prompt(capsys):
+    assert cukit_cli.main(["chat", *PAIR]) == 2
+    assert "tensor_parallel_size=2 processes share the model" in (said := capsys.readouterr().err)
+    assert "give --prompt" in said
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_first_of_them_speaks(rank, monkeypatch, capsys):
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", str(rank))
+    monkeypatch.setattr(sys, "stdout", sys.stdout)  # put back at the end
+    chat._let_one_speak(chat.ChatOptions(prompt="x", tensor_parallel_size=2))
+    print("an answer")
+    assert capsys.readouterr().out == ("an answer\n" if rank == 0 else "")
+
+
+def test_a_dry_run_plans_one_processs_part(capsys):
+    """No second process is needed for that."""
+
+    def weights(*more):
+        assert cukit_cli.main(["generate", "--dry_run", "--device", "cpu", *more]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        return float(next(line for line in lines if "model: weights" in line).split()[2])
+
+    assert 0.5 * weights() < weights(*PAIR) < 0.8 * weights()
+
+
+def test_batches_of_the_decode_workload(tmp_path, capsys):
+    path = tmp_path / "report.json"
+    assert cukit_cli.main([*BENCH, "--batches", "2", "3", "--repeats", "1", "--output", str(path)]) == 0
+    report = json.loads(path.read_text())
+    assert [row["workload"] for row in report["rows"]] == ["decode 2", "decode 3"]
+    assert report["processes"] == 1
+    assert [load.name for load in workloads("decode", 0.02, 0, 50)] == ["decode 1", "decode 8"]
+    with pytest.raises(ValueError, match="batches must be at least 1, got 0"):
+        GenerateBench(batches=[0])
