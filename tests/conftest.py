@@ -13,12 +13,14 @@ from cukit.tokenizer import Tokenizer
 
 
 def pytest_collection_modifyitems(config, items):
-    """`-m slow` and the like need no GPU: tests of the GPU run where the expression names them."""
+    """`-m slow` and the like need no GPU: tests of the GPU run where the expression names them. Long tests go first."""
     if "gpu" not in config.getoption("markexpr"):
         chosen = [item for item in items if item.get_closest_marker("gpu") is None]
         if dropped := [item for item in items if item.get_closest_marker("gpu") is not None]:
             config.hook.pytest_deselected(items=dropped)
         items[:] = chosen
+    # the long ones first: in a run of several workers none waits at its end for another's long test
+    items.sort(key=lambda item: not any(map(item.get_closest_marker, ("slow", "compile"))))
 
 
 @pytest.fixture
