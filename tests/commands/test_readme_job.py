@@ -1,4 +1,4 @@
-"""The README's first command, and the bundled job of ppo, whole: a minute or two each on two cores."""
+"""The README's first command and other bundled jobs, whole: a minute or two each on two cores."""
 
 import re
 
@@ -15,7 +15,7 @@ def test_the_bundled_job_does_what_the_readme_says(capsys, tmp_path):
     assert before == pytest.approx(0.486, abs=0.01) and after > 0.95
 
 
-@pytest.mark.slow
+@pytest.mark.learning
 @pytest.mark.parametrize("options", [[], ["--critic", "shared"]], ids=["separate", "shared"])
 def test_the_bundled_job_of_ppo_learns(capsys, tmp_path, options):
     assert cukit_cli.main(["ppo", "--device", "cpu", "--output_dir", str(tmp_path / "run"), *options]) == 0
@@ -24,7 +24,7 @@ def test_the_bundled_job_of_ppo_learns(capsys, tmp_path, options):
     assert before == pytest.approx(0.486, abs=0.01) and after > 0.9
 
 
-@pytest.mark.slow
+@pytest.mark.learning
 @pytest.mark.parametrize("way", ["beside", "merged"])
 def test_an_adapter_learns_the_bundled_job(way, capsys, tmp_path):
     """What docs/LORA.md says of it, at half its steps."""
