@@ -3,6 +3,7 @@ accounted for.
 """
 
 import json
+import logging
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,8 @@ from safetensors.numpy import load_file, save_file
 from .adapter_config import TARGETS, AdapterConfig
 from .adapters import SCORE_PART, Adapter, adapted_linears, check_head, peft_name
 from .hub import ADAPTER_CONFIG, ADAPTER_WEIGHTS, parse_name
+
+logger = logging.getLogger(__name__)
 
 
 def is_adapter(folder) -> bool:
@@ -108,6 +111,8 @@ def fill(adapter: Adapter, folder) -> None:
                 f"{folder} holds another adapter: its {name} is {read(theirs)}, this run's is {read(ours)}; give the "
                 "options of that run"
             )
+    if theirs.base and ours.base and theirs.base != ours.base:
+        logger.warning("the adapter of %s was trained on %s, and this model is %s", folder, theirs.base, ours.base)
     stored, parts = read_factors(folder), adapter.parts()
     _check_names(folder, stored, {name: view.shape for name, view in parts.items()})
     for name, view in parts.items():

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from ..models.adapter_files import fill
+from ..models.adapter_files import fill, is_adapter
 from ..models.decoder import Decoder
 from ..models.value_head import ValueHead
 from ..models.weights import load_model
@@ -140,6 +140,11 @@ def load_weights(model: Decoder | ValueHead, folder: Path) -> None:
     holds one copy only. Of a model with an adapter: the adapter's.
     """
     if isinstance(model, Decoder) and model.adapter is not None:
+        if not is_adapter(folder):
+            raise ValueError(
+                f"{folder} holds whole weights, and this run trains an adapter: resume without use_peft, or begin a "
+                "new run with that folder as its model"
+            )
         fill(model.adapter, folder)
         return
     if isinstance(model, ValueHead):

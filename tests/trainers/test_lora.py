@@ -1,6 +1,7 @@
 """Training an adapter: what is updated, what samples, the reference model, checkpoints, options."""
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,7 +11,7 @@ import cukit_cli
 from cukit import LLM, GRPOConfig, SamplingParams, SFTConfig
 from cukit.backend.numpy import linear as linear_module
 from cukit.models.adapter_config import AdapterConfig
-from cukit.models.adapter_files import load_adapter
+from cukit.models.adapter_files import fill, load_adapter
 from cukit.models.adapters import Adapter, WithoutAdapter
 from cukit.models.config import LEVELS
 from cukit.models.logprobs import token_logprobs
@@ -223,6 +224,28 @@ def test_another_adapter_is_refused_in_one_line(make_sft, tmp_path, changes):
     make_sft(**LORA, max_steps=1, output_dir=str(folder)).train()
     with pytest.raises(ValueError, match=f"holds another adapter: its {next(iter(changes))} is"):
         make_sft(**LORA | changes, max_steps=2, output_dir=str(folder)).train(resume_from_checkpoint="latest")
+
+
+def test_whole_weights_are_no_adapters(make_sft, tmp_path):
+    folder = tmp_path / "run"
+    make_sft(max_steps=1, output_dir=str(folder)).train()
+    with pytest.raises(ValueError, match="checkpoint-1 holds whole weights, and this run trains an adapter: resume w"):
+        make_sft(**LORA, max_steps=2, output_dir=str(folder)).train(resume_from_checkpoint="latest")
+
+
+def test_an_adapter_of_another_model_is_said(make_sft, caplog):
+    trainer = make_sft(**LORA, max_steps=1)
+    trainer.train()
+    path = trainer.run_folder / "adapter_config.json"
+    values = json.loads(path.read_text())
+    adapter = trainer.model.adapter
+    for theirs, ours, wanted in (("a", "b", 1), ("a", "a", 0), ("a", None, 0), (None, "b", 0)):
+        caplog.clear()
+        path.write_text(json.dumps(values | {"base_model_name_or_path": theirs}))
+        adapter.config = replace(adapter.config, base=ours)
+        fill(adapter, trainer.run_folder)
+        assert len(caplog.records) == wanted
+        assert not wanted or caplog.records[0].message.endswith("was trained on a, and this model is b")
 
 
 # ---- options ----
