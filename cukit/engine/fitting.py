@@ -28,6 +28,9 @@ TRAINING: list[Row] = [
     {"use_peft": True, "lora_target_modules": ["all-linear"]},
     {"lora_base_on_host": True},
 ]
+# The same for several processes, which can share out what each of them would hold.
+TRAINING_TOGETHER: list[Row] = [{"zero_stage": 1}, {"zero_stage": 2}, *TRAINING[:5], {"zero_stage": 3}, *TRAINING[5:]]
+RISING = ("zero_stage",)  # numbers of which the larger takes less
 GENERATION: list[Row] = [
     {"max_num_batched_tokens": 2048},
     {"max_num_seqs": 64},
@@ -105,7 +108,9 @@ def _without_one(args: Options, plan_of: Callable[[Any], Plan], chosen: list[Row
 
 
 def _takes_less(args: Options, row: Row, rows: list[Row]) -> bool:
-    """Whether a row changes its first option towards less: a smaller number, another switch, a word further down."""
+    """Whether a row changes its first option towards less: a smaller number (of RISING a larger one), another switch, a
+    word further down.
+    """
     name, value = next(iter(row.items()))
     if not row.keys() <= type(args).options().keys():
         return False
@@ -113,7 +118,7 @@ def _takes_less(args: Options, row: Row, rows: list[Row]) -> bool:
     if isinstance(value, bool):
         return now != value
     if isinstance(value, int):
-        return now is None or value < now
+        return now is None or (now < value if name in RISING else value < now)
     return now not in values or values.index(now) < values.index(value)
 
 

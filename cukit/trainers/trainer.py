@@ -19,7 +19,7 @@ from ..backend.states import MOMENT_BYTES
 from ..datasets.columns import dataset_rows
 from ..datasets.sampler import EpochSampler
 from ..engine.config import EngineConfig
-from ..engine.fitting import TRAINING, Search, search
+from ..engine.fitting import TRAINING, TRAINING_TOGETHER, Search, search
 from ..engine.memory import DoesNotFit, Plan, hold_memory, plan_memory
 from ..engine.shapes import ModelUse, adapted
 from ..engine.tensor_parallel import least_memory
@@ -218,7 +218,7 @@ class Trainer(Steps):
             finally:
                 self.args = before
 
-        return search(self.args, plan_of, TRAINING)
+        return search(self.args, plan_of, TRAINING if self.args.training_processes == 1 else TRAINING_TOGETHER)
 
     @abstractmethod
     def count_steps(self) -> int:

@@ -7,7 +7,7 @@ import pytest
 import cukit_cli
 from cukit.engine import fitting
 from cukit.engine.config import EngineConfig
-from cukit.engine.fitting import TRAINING, search
+from cukit.engine.fitting import TRAINING, TRAINING_TOGETHER, search
 from cukit.engine.memory import DoesNotFit, Plan, plan_memory
 from cukit.engine.shapes import Item, ModelUse
 from cukit.options import Options, check_choices, option
@@ -146,8 +146,10 @@ def test_a_quiet_plan_says_nothing(caplog):
 
 def test_every_row_of_training_is_an_option():
     known = GRPOConfig.options()
-    assert all(set(row) <= set(known) for row in TRAINING)
-    for row in TRAINING:
+    assert all(set(row) <= set(known) for row in TRAINING_TOGETHER) and all(
+        row in TRAINING_TOGETHER for row in TRAINING
+    )
+    for row in TRAINING_TOGETHER:
         GRPOConfig(**{"use_peft": True, "lora_way": "merged"} | row)
     assert all(set(row) <= set(EngineConfig.options()) for row in fitting.GENERATION)
 
@@ -180,6 +182,22 @@ def test_a_dry_run_that_does_not_fit_says_what_would(large, capsys):
     assert words.startswith("--") and f"# it fits with {words}" in printed.out
     assert cukit_cli.main(["grpo", "--memory_limit", "9GB", "--dry_run", *words.split()]) == 0, "and it does"
     assert "# it fits as it is" in capsys.readouterr().out
+
+
+def test_several_processes_are_told_to_share_out(large, capsys, monkeypatch):
+    """A larger stage takes less; one process alone has nothing to share."""
+    argv = ["grpo", "--memory_limit", "9.2GB", "--dry_run"]
+    assert cukit_cli.main(argv) == 2
+    assert "--zero_stage" not in capsys.readouterr().out
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "8")
+    assert cukit_cli.main(argv) == 2
+    printed = capsys.readouterr()
+    assert printed.err.splitlines()[-1].endswith("; it fits with --zero_stage 1")
+    for stage in (1, 2, 3):
+        assert f"--zero_stage {stage}" in printed.out
+    assert cukit_cli.main([*argv, "--zero_stage", "1"]) == 0
+    printed = capsys.readouterr().out
+    assert "--zero_stage 1\n" not in printed and "--zero_stage 2\n" in printed and "--zero_stage 3\n" in printed
 
 
 def test_a_dry_run_of_an_engine_says_it_too(large, capsys):
