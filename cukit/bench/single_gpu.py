@@ -137,7 +137,8 @@ def read_report(path: str, name: str) -> dict:
     try:
         report = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ValueError(f"measured {path!r} cannot be read: {error}") from None
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ValueError(f"measured {path!r} cannot be read: {reason}") from None
     kinds = ("grpo", "generate", "train")
     if not isinstance(report, dict) or report.get("benchmark") not in kinds or not report.get("rows"):
         raise ValueError(f"measured {path!r} has no rows of bench {', '.join(kinds)}: give the file of their --output")

@@ -25,5 +25,5 @@ def engine_options(requests: list[LoRARequest]) -> dict[str, Any]:
 
     if not requests:
         return {}
-    ranks = [adapter_config(model_folder(request.lora_path, weights=False)).r for request in requests]
+    ranks = [adapter_config(model_folder(request.lora_path, False, "lora_modules")).r for request in requests]
     return {"enable_lora": True, "max_loras": len(requests), "max_lora_rank": max(ranks)}

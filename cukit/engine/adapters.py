@@ -66,7 +66,7 @@ class RequestAdapters:
             return adapter
 
     def _read(self, request: LoRARequest) -> RequestAdapter:
-        adapter = RequestAdapter(self._model, model_folder(request.lora_path, weights=False))
+        adapter = RequestAdapter(self._model, model_folder(request.lora_path, False, "lora_path"))
         if adapter.config.r > self._config.max_lora_rank:
             raise ValueError(
                 f"{request.lora_path} has rank {adapter.config.r}: give max_lora_rank={adapter.config.r} or more"

@@ -253,12 +253,15 @@ def _shadows(folder: Path) -> list[Path]:
     return [folder / INDEX, *sorted((shards | set(folder.glob("model-*-of-*.safetensors"))) - {folder / WEIGHTS})]
 
 
-def model_folder(folder, weights: bool = True) -> Path:
+def model_folder(folder, weights: bool = True, option: str = "") -> Path:
     """The folder itself, or the local copy of a model of the hub: `owner/name[@revision]`, without its weights if they
-    are not wanted.
+    are not wanted. option: the one that named it, for an error.
     """
     path = Path(folder)
-    return path if path.is_dir() else fetch_model(str(folder), weights)
+    try:
+        return path if path.is_dir() else fetch_model(str(folder), weights)
+    except ValueError as error:
+        raise ValueError(f"{option}: {error}" if option else str(error)) from None
 
 
 def tokenizer_folders(folder) -> tuple[Path, Path]:

@@ -24,7 +24,7 @@ def with_peft(args: Any, peft_config: Any, head: str = "lm_head") -> Any:
 def _first_options(args: Any, head: str) -> dict[str, Any]:
     """What lora_adapter_path says. ValueError in one line if an option that was given says something else."""
     path = args.lora_adapter_path
-    config = adapter_config(model_folder(path, weights=False))
+    config = adapter_config(model_folder(path, False, "lora_adapter_path"))
     if config.with_score != (head == "score"):
         kind = "a reward model's" if config.with_score else "a language model's"
         raise ValueError(f"lora_adapter_path={path} is {kind} adapter, and this trains the other kind of model")

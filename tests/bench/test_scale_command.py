@@ -88,7 +88,7 @@ def test_the_command_writes_what_it_shows(capsys, tmp_path):
         ("--gpus 1 --rollout_share 0.5", "rollout_share=0.5 needs two ranks at least, and gpus=1 make one"),
         ("--model qwen", "model 'qwen' is neither a shape"),
         ("--gpu_memory_gb 1", "qwen3-0.6b and a sequence do not fit 1 GB even without states"),
-        ("--measured nowhere.json", "measured 'nowhere.json' cannot be read"),
+        ("--measured nowhere.json", "measured 'nowhere.json' cannot be read: No such file or directory"),
         ("--output nowhere/x.json", "output 'nowhere/x.json' cannot be written"),
     ],
 )

@@ -61,6 +61,7 @@ def test_what_is_wrong_is_said_in_one_line(folders, capsys, monkeypatch):
     Path("first/adapter_config.json").write_text(json.dumps(values | {"use_dora": True}))
     for given, message in (
         (["a"], "lora_modules must be NAME=FOLDER, got 'a'"),
+        (["a=/no/such"], "lora_modules: model folder '/no/such' does not exist"),
         (["a=x", "a=y"], "lora_modules has the name a twice"),
         (["a=first"], "use_dora=True cannot be taken"),
         ([f"a={FOLDER}"], "is no adapter folder: it needs adapter_config.json"),

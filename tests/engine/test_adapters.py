@@ -370,6 +370,7 @@ def test_what_cannot_be_taken_is_said_in_one_line(adapters, tmp_path):
         (LoRARequest("x", 7, None), "lora_path must be an adapter's folder or its name on the hub, got None"),
         (LoRARequest("x", 7, ""), "lora_path must be an adapter's folder or its name on the hub, got ''"),
         (LoRARequest("x", 7, str(GOLDEN / "qwen3_tiny")), "is no adapter folder"),
+        (LoRARequest("x", 7, "/no/such"), "lora_path: model folder '/no/such' does not exist"),
         (LoRARequest("x", 7, str(half)), "holds no adapter_model.safetensors"),
         (LoRARequest("x", 7, other.lora_path), "does not fit its model"),
         ("a", "lora_request must be a LoRARequest, got str"),

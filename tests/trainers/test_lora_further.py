@@ -52,6 +52,7 @@ def test_it_resumes_bit_for_bit(make_sft, first, tmp_path):
         ({"lora_alpha": 3.0}, "lora_alpha=3.0, and lora_adapter_path=.* has 32"),
         ({"use_rslora": False}, "use_rslora=False, and lora_adapter_path=.* has True"),
         ({"lora_target_modules": ["q_proj"]}, "lora_target_modules is another choice"),
+        ({"lora_adapter_path": "/no/such"}, "lora_adapter_path: model folder '/no/such' does not exist"),
         ({"use_peft": False}, "without use_peft there is no use for lora_adapter_path"),
     ],
 )
