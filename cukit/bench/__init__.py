@@ -217,7 +217,9 @@ class ScaleBench(Options):
     nvlink_latency: float = option(5.0, "microseconds of a message by NVLink")
     network_latency: float = option(15.0, "microseconds of a message by the network")
     tensor_parallel_size: int = option(1, "GPUs that share each layer, in generation and in training")
-    zero_stage: int = option(0, "0: every GPU holds all; 1: a share of AdamW's states; 3: of weights and gradients too")
+    zero_stage: int = option(
+        0, "0: every GPU holds all; 1: a share of AdamW's states; 2: of gradients too; 3: of weights too"
+    )
     fast_reduction: bool = option(False, "gradients are added up in rings; default: in order of ranks")
     overlap: bool = option(True, "a bucket's gradients are added up while the last pass goes on; false: after it")
     rollout_share: float | None = option(None, "share of the GPUs that only generate; default: all do both, in turns")
@@ -240,7 +242,7 @@ class ScaleBench(Options):
         check_range(self, "completion_correlation", 0, 1)
         check_range(self, "rollout_share", 0, 0.99, open_low=True)
         check_range(self, "off_policy_steps", 0, 1)
-        require(self.zero_stage in (0, 1, 3), f"zero_stage must be 0, 1 or 3, got {self.zero_stage}")
+        check_range(self, "zero_stage", 0, 3)
         require(
             self.prompts is None or self.prompts_per_gpu is None,
             f"prompts={self.prompts} and prompts_per_gpu={self.prompts_per_gpu} say two things: give one of them",

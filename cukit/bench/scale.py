@@ -180,7 +180,7 @@ def state_bytes(job: Job, ranks: int) -> tuple[float, float, float]:
     """
     numbers, stage = job.shape.parameters / job.sharing, job.options.zero_stage
     states = 10 * numbers / (ranks if stage else 1)
-    rest = 6 * numbers / (ranks if stage == 3 else 1)
+    rest = 2 * numbers / (ranks if stage == 3 else 1) + 4 * numbers / (ranks if stage >= 2 else 1)
     return 2 * numbers, 2 * numbers + states, max(rest, 2 * numbers) + states
 
 
@@ -278,7 +278,11 @@ def reduction(job: Job, ring: Ring, last_pass: float, passes: int) -> tuple[Move
         ready = window * min(max(place + 1 - heads, 0) / shape.layers, 1.0)
         done = max(done, ready) + one.seconds
     moved, exposed = total(sums), done - window
-    return (moved + weights, exposed + weights.seconds) if options.zero_stage == 1 else (moved, exposed)
+    if options.zero_stage == 2:  # those of a pass before the last hide behind the pass after it
+        beside = last_pass if options.overlap else 0.0
+        exposed += (passes - 1) * max(moved.seconds - beside, 0.0)
+        moved = moved * passes
+    return (moved + weights, exposed + weights.seconds) if options.zero_stage else (moved, exposed)
 
 
 def total(parts) -> Moved:

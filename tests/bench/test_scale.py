@@ -191,20 +191,24 @@ def test_stages_of_zero():
     """Bytes by hand: one way less for gradients, 2 bytes a parameter for weights; all in each pass for stage 3."""
     numbers = sum(job().shape.buckets)
     sent = {}
-    for stage in (0, 1, 3):
+    for stage in (0, 1, 2, 3):
         model = job(zero_stage=stage, nvlink_latency=0)
         moved, _ = reduction(model, model.ring(8, 1), 10.0, 3)
         sent[stage] = moved.nvlink_bytes / numbers * 8 / 7
-    assert sent == {0: pytest.approx(8), 1: pytest.approx(6), 3: pytest.approx(3 * (4 + 4) + 2)}
+    assert sent == {stage: pytest.approx(x) for stage, x in {0: 8, 1: 6, 2: 3 * 4 + 2, 3: 3 * (4 + 4) + 2}.items()}
     second, layer = 8 / 7 * 360e9, job().shape.buckets[0]
     for overlap, hidden in ((True, 10.0), (False, 0.0)):
         model = job(zero_stage=3, nvlink_latency=0, overlap=overlap)
         exposed = 3 * (max(8 * numbers / second - hidden, 0) + 2 * layer / second) + 2 * numbers / second
         assert reduction(model, model.ring(8, 1), 10.0, 3)[1] == pytest.approx(exposed)
+        one, each = (reduction(job(zero_stage=s, nvlink_latency=0, overlap=overlap), model.ring(8, 1), 1e-3, n)[1]
+                     for s, n in ((1, 1), (2, 3)))  # fmt: skip
+        assert each == pytest.approx(one + 2 * (4 * numbers / second - hidden * 1e-4))
     weights, lasting, most = state_bytes(job(zero_stage=0), 8)
     p = job().shape.parameters
     assert (weights, lasting, most) == (2 * p, 12 * p, 16 * p)
     assert state_bytes(job(zero_stage=1), 8) == (2 * p, 2 * p + 10 * p / 8, 6 * p + 10 * p / 8)
+    assert state_bytes(job(zero_stage=2), 8) == (2 * p, 2 * p + 10 * p / 8, 2 * p + 14 * p / 8)
     assert state_bytes(job(zero_stage=3), 8) == (2 * p, 2 * p + 10 * p / 8, 2 * p + 10 * p / 8)
     assert state_bytes(job(zero_stage=3), 2) == (2 * p, 7 * p, 8 * p)
     row, sharded = (rows(gpus=[8], zero_stage=stage)[0] for stage in (0, 1))
@@ -265,7 +269,8 @@ def test_states_take_room_from_the_cache():
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"zero_stage": 1}, {"zero_stage": 3}, {"fast_reduction": True}, {"overlap": False}]
+    "options",
+    [{}, {"zero_stage": 1}, {"zero_stage": 2}, {"zero_stage": 3}, {"fast_reduction": True}, {"overlap": False}],
 )
 @pytest.mark.parametrize("link", ["nvlink", "network"])
 def test_faster_links_are_never_slower(options, link):

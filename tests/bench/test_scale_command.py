@@ -80,7 +80,7 @@ def test_the_command_writes_what_it_shows(capsys, tmp_path):
         ("--gpus 12", "gpus must be 1 to gpus_per_host=8 or a multiple of that, got 12"),
         ("--gpus 8 --tensor_parallel_size 3", "tensor_parallel_size=3 must divide gpus_per_host=8"),
         ("--gpus 2 --tensor_parallel_size 4", "tensor_parallel_size=4 must divide gpus, got 2"),
-        ("--zero_stage 2", "zero_stage must be 0, 1 or 3, got 2"),
+        ("--zero_stage 4", "zero_stage must be at least 0 and at most 3, got 4"),
         ("--prompts 8 --prompts_per_gpu 2", "prompts=8 and prompts_per_gpu=2 say two things"),
         ("--completions long", "completions must be one of fixed, uniform, lognormal, got 'long'"),
         ("--network_gb_per_s 0", "network_gb_per_s must be above 0"),
