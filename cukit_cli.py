@@ -24,6 +24,7 @@ from cukit.commands.parser import parse, resolve
 from cukit.commands.report import ReportOptions, report
 from cukit.commands.train import TrainFiles, grpo, ppo, reward, sft
 from cukit.parallel.config import launched_rank
+from cukit.parallel.world import is_said
 from cukit.runs.progress import show_log_lines
 from cukit.trainers.config import SFTConfig
 from cukit.trainers.grpo_config import GRPOConfig
@@ -236,7 +237,8 @@ def ending(run: Callable[[], int]) -> int:
     except Exception as error:
         if os.environ.get("CUKIT_TRACEBACK") or (code := exit_code(error)) is None:
             raise
-        print("error: " + one_line(error), file=sys.stderr)
+        if not is_said(error):
+            print("error: " + one_line(error), file=sys.stderr)
         return code
 
 

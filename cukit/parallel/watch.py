@@ -163,7 +163,7 @@ class Watch:
         first one write what it saves. mpirun kills it as soon as another one ends.
         """
         self._runs += 1
-        self.end(f"{type(error).__name__}: {error}"[:300])
+        self.end(_text_of(error))
         if is_first or self.folder is None:
             return
         first, began = self.peers[0], time.monotonic()
@@ -171,6 +171,20 @@ class Watch:
             if _read(self.folder, 0).get("runs", 0) >= self._runs:
                 return
             time.sleep(TICK)
+
+    def is_said(self, error: BaseException, seconds: float) -> bool:
+        """Whether this error is on the screen: said by this rank, since it is that of a lost rank, or by the first one,
+        which ends by the same error or by one that this one quotes. Waits for that so long.
+        """
+        own, end = _text_of(error), time.monotonic() + seconds
+        self.end(own)
+        if str(error) == self.lost:
+            return True
+        if self.rank == 0 or self.folder is None:
+            return False
+        while not (said := _read(self.folder, 0).get("ended") or "") and time.monotonic() < end:
+            time.sleep(TICK / 2)
+        return said != "" and said in own
 
     def leave(self) -> None:
         """At the end of the process: MPI's own end would wait for a lost rank."""
@@ -271,6 +285,10 @@ class Watch:
                 descriptor = os.open(self.folder / f"rank-{self.rank}", os.O_WRONLY | os.O_CREAT, 0o600)
                 os.write(descriptor, json.dumps(record, ensure_ascii=False).encode("utf-8", "replace").ljust(RECORD))
                 os.close(descriptor)
+
+
+def _text_of(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"[:300]
 
 
 def _named(members: tuple[int, ...] | None) -> str:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import time
 
-from .config import num_processes
+from .config import launched_rank, num_processes
 from .group import Group
 
+PAUSE = 1.5  # seconds that a rank which fails leaves to the first one, to say it for all
 _found: list[Group] = []
 
 
@@ -21,6 +23,17 @@ def world() -> Group:
     if not _found:
         _found.append(_start() if num_processes() > 1 else Group())
     return _found[0]
+
+
+def is_said(error: Exception) -> bool:
+    """Whether another rank, or the watch, prints this error: all ranks do the same, and the first one says it. Called
+    by every rank that an error ends.
+    """
+    if _found and num_processes() > 1:
+        return _found[0].watch.is_said(error, PAUSE)  # type: ignore[attr-defined]
+    if launched_rank():
+        time.sleep(PAUSE)  # mpirun ends this process, if the first one has failed too
+    return False
 
 
 def _start() -> Group:

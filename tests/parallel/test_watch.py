@@ -126,3 +126,20 @@ def test_a_record_that_is_half_written_is_passed_over(seen, tmp_path):
     (tmp_path / "rank-1").write_text('{"beat": 2, "num')
     watch._read_all(2.0)
     assert watch.peers[0].record["beat"] == 1 and watch.lost is None
+
+
+@pytest.mark.parametrize("record, error, is_said", [
+    ({"ended": "ValueError: bad"}, ValueError("bad"), True), ({"ended": "ValueError: bad"}, ValueError("other"), False),
+    ({"ended": "ValueError: bad"}, RankLost("rank 0 failed in opening the run: ValueError: bad"), True),
+    ({}, ValueError("bad"), False),
+])  # fmt: skip
+def test_an_error_that_the_first_rank_has_too_is_said_once(tmp_path, record, error, is_said):
+    watch = Watch(1)
+    watch.folder = tmp_path
+    (tmp_path / "rank-0").write_text(json.dumps({"beat": 1, "ended": None} | record))
+    assert watch.is_said(error, 0.02) is is_said
+    assert json.loads((tmp_path / "rank-1").read_text())["ended"] == f"{type(error).__name__}: {error}"
+    watch.lost = "rank 2 was killed; rank 1 stops"
+    assert watch.is_said(RankLost(watch.lost), 0.0), "the watch has written it"
+    watch.rank, watch.lost = 0, None
+    assert not watch.is_said(error, 10.0), "the first one says it"
