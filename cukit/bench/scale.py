@@ -1,9 +1,9 @@
 """bench scale: the time of a GRPO step on many GPUs, SIMULATED from the times of one. Nothing here is measured, and
 nothing was checked against several GPUs yet. docs/SCALING.md says what is left out.
 
-A rank is `tensor_parallel_size` GPUs. Prompts are dealt in runs; a group never leaves its rank. All completions then go
-to all ranks, and each trains on a run of rows with about as many tokens as the others'. The ranks wait for each other
-after the rollout and after training.
+A rank is `tensor_parallel_size` GPUs. Prompts are dealt in runs; a group leaves its rank with `balance` alone. All
+completions then go to all ranks, and each trains on a run of rows with about as many tokens as the others'. The ranks
+wait for each other after the rollout and after training.
 """
 
 from __future__ import annotations

@@ -11,8 +11,6 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from .mailbox import Mailbox
-
 SMALL = 1 << 20  # bytes of a sum up to which each rank gets all arrays in one exchange, and adds them up itself
 CHUNK = 1 << 25  # elements that are exchanged at a time: what a sum takes besides, 128 MiB of float32
 
@@ -72,10 +70,6 @@ class Group:
         among them. Every rank of this group calls it. Disjoint parts can be made at once: each rank names its own.
         """
         return self if list(ranks) == [0] else None
-
-    def mailbox(self) -> Mailbox:
-        """Messages between two of these ranks. Every rank of this group calls it."""
-        raise NotImplementedError("the group of one has no one to write to")
 
 
 def shares(count: int, size: int) -> list[int]:

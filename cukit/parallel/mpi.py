@@ -82,6 +82,7 @@ class MPIGroup(RankedGroup):
         return MPIGroup(communicator, self, tuple(members[rank] for rank in ranks)) if inside else None
 
     def mailbox(self) -> Mailbox:
+        """Messages between two of these ranks, where no collective will do. Every rank of this group calls it."""
         if self._mailbox is None:
             self.barrier("making a mailbox")  # as for a part
             self._mailbox = MPIMailbox(self._comm.Dup(), self.watch)

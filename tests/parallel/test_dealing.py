@@ -10,7 +10,7 @@ import pytest
 
 from cukit import SamplingParams
 from cukit.engine.llm import LLM
-from cukit.parallel.group import Group, RankLost
+from cukit.parallel.group import RankLost
 from cukit.runs.signals import RunStopped
 from cukit.trainers import dealing
 from cukit.trainers.dealing import Deal, Load, Move, best_group, moves
@@ -365,8 +365,3 @@ def test_where_groups_move(options, device, wanted, monkeypatch, tmp_path):
     assert trainer.generation._balances is wanted
     monkeypatch.setattr(trainer.ranks, "size", 1)
     assert not trainer.generation._balances
-
-
-def test_the_group_of_one_has_no_mailbox():
-    with pytest.raises(NotImplementedError):
-        Group().mailbox()
