@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from cukit import SamplingParams
+from cukit import GRPOConfig, SamplingParams
 from cukit.engine.llm import LLM
 from cukit.parallel.group import RankLost
 from cukit.runs.signals import RunStopped
@@ -342,6 +342,11 @@ def test_a_model_without_finite_numbers_is_told_of_once_all_have_drawn():
 # ---- the option ------------------------------------------------------------------------------------------------------
 
 
+def test_ranks_that_share_a_model_move_no_groups():
+    with pytest.raises(ValueError, match="balance_rollouts=true moves groups by the clock, which the 2 processes of"):
+        GRPOConfig(balance_rollouts="true", tensor_parallel_size=2, per_device_train_batch_size=8)
+
+
 AUTO = {"balance_rollouts": "auto"}
 
 
@@ -363,5 +368,8 @@ def test_where_groups_move(options, device, wanted, monkeypatch, tmp_path):
     monkeypatch.setattr(trainer.ranks, "size", 2)
     monkeypatch.setattr(trainer.model.backend, "name", device)
     assert trainer.generation._balances is wanted
+    monkeypatch.setattr(trainer.ranks, "tensor", object())
+    assert not trainer.generation._balances, "ranks that share a model read different clocks"
+    monkeypatch.setattr(trainer.ranks, "tensor", None)
     monkeypatch.setattr(trainer.ranks, "size", 1)
     assert not trainer.generation._balances

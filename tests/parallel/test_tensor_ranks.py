@@ -1,6 +1,7 @@
 """Ranks that share a model, and such groups that share the work, with threads as ranks: no MPI is needed."""
 
 from threading import get_ident
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from cukit.runs.signals import RunStopped
 from cukit.trainers import ranks as ranks_module
 from cukit.trainers.config import SFTConfig
 from cukit.trainers.grpo_config import GRPOConfig
+from cukit.trainers.loop import Run
 from cukit.trainers.ranks import FailedElsewhere, Ranks
 from cukit.trainers.tensor_parallel import divided
 
@@ -255,3 +257,19 @@ def test_a_small_sum_is_one_exchange_and_a_large_one_is_two(monkeypatch):
     monkeypatch.setattr(ThreadGroup, "_swap", lambda self, *given: (calls.append(1), swap(self, *given))[1])
     assert max(together(2, exchanges)) == 2
     assert len(calls) == 2 + 4
+
+
+@pytest.mark.parametrize(
+    "in_parts, zero_stage, size, saved",
+    [(True, 0, 1, []), (False, 1, 2, []), (False, 1, 1, [True]), (False, 0, 2, [True])],
+)
+def test_an_error_between_updates_saves_where_a_rank_holds_the_whole(in_parts, zero_stage, size, saved):
+    """The first rank saves alone then: the others may be anywhere, and gather nothing with it."""
+    run, found = object.__new__(Run), []
+    args, says = SimpleNamespace(zero_stage=zero_stage), lambda text: None
+    run.trainer = SimpleNamespace(global_step=1, total_steps=2, args=args, say=says)
+    run.ranks = SimpleNamespace(tensor=object() if in_parts else None, training=SimpleNamespace(size=size))
+    run._updating, run._unsaved, run.folder = False, True, "run"
+    run.save_checkpoint = lambda alone: found.append(alone)
+    run._save_after_error()
+    assert found == saved
