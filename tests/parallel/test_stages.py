@@ -5,6 +5,7 @@ from threading import get_ident
 import numpy as np
 import pytest
 
+import cukit_cli
 from cukit.engine.memory import plan_memory
 from cukit.models.weights import load_model
 from cukit.parallel.group import RankLost
@@ -275,3 +276,19 @@ def test_the_plan_knows(stage, monkeypatch):
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
     trainer.plan_memory()
     assert (seen["ranks"], seen["zero_stage"]) == (1 if stage == 0 else 2, stage)
+
+
+@pytest.mark.parametrize("processes, shares", [(3, 2), (5, 4)])
+def test_states_are_planned_for_the_ranks_that_train(processes, shares, monkeypatch, capsys):
+    """zero_stage=1 with ranks apart: those that draw hold none of them."""
+
+    def planned(*more):
+        assert cukit_cli.main(["grpo", "--dry_run", "--device", "cpu", *more]) == 0
+        trains = capsys.readouterr().out.split("# a process that draws:")[0]
+        (line,) = [line for line in trains.splitlines() if "AdamW's moments" in line]
+        return float(line.split()[2])  # MB
+
+    whole = planned()
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", str(processes))
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
+    assert planned("--rollout_gpus", "1", "--zero_stage", "1") == pytest.approx(whole / shares, abs=0.01)
