@@ -11,6 +11,7 @@ from ..options import Options, check_choices, check_range, nested, option, requi
 from ..parallel.config import ParallelOptions, TensorOptions
 from ..trainers.lora_config import LoraOptions
 from ..trainers.memory_config import StateOptions
+from ..trainers.rollout_config import RolloutOptions
 from . import presets
 from .presets import with_preset
 
@@ -128,7 +129,7 @@ class GRPOBench(BenchOptions):
         "named sizes: 64x8x512 (the default at scale 1) is 64 prompts of 200 tokens with 8 completions of 512, "
         "16x8x1024 is 16 prompts of 512 with 8 of 1,024",
     )
-    prompts: int | None = option(None, "prompts of a step, of each process; default: 64 times scale")
+    prompts: int | None = option(None, "prompts of a step, of each process that trains; default: 64 times scale")
     num_generations: int = option(8, "completions of each prompt")
     prompt_length: int | None = option(None, "tokens of a prompt; default: 200 times scale")
     max_completion_length: int | None = option(None, "tokens of a completion; default: 512 times scale")
@@ -140,6 +141,7 @@ class GRPOBench(BenchOptions):
     steps: int | None = option(None, "steps in all, the two that are not measured included; in place of repeats")
     states: StateOptions = nested(StateOptions)
     parallel: ParallelOptions = nested(ParallelOptions)
+    rollouts: RolloutOptions = nested(RolloutOptions)
     engine: EngineConfig = nested(EngineConfig, without=("seed", *LORA_OPTIONS))
     lora: LoraOptions = nested(LoraOptions)
 

@@ -55,6 +55,8 @@ COLUMNS = {
         ("reward_seconds", "reward", "{:,.3f}"),
         ("reference_seconds", "reference", "{:,.3f}"),
         ("train_seconds", "train", "{:,.3f}"),
+        ("wait_seconds", "wait", "{:,.3f}"),
+        ("weights_seconds", "weights sent", "{:,.3f}"),
         ("other_seconds", "other", "{:,.3f}"),
         ("largest_difference", "log-prob difference", "{:g}"),
         ("peak_gb", "peak GB allocated", "{:,.2f}"),
@@ -90,6 +92,9 @@ COLUMNS = {
         ("note", "", "{}"),
     ),
 }
+
+# columns of a table of rows that have them: of bench grpo with processes that are apart
+AT_TIMES = ("wait_seconds", "weights_seconds")
 
 
 def new_report(benchmark: str, subject: Subject, options) -> dict:
@@ -133,7 +138,12 @@ def _commit() -> tuple[str | None, bool | None]:
 
 def cells(benchmark: str, row: dict) -> list[str]:
     """A row as the table shows it."""
-    return [_cell(row[key], form) for key, _, form in COLUMNS[benchmark]]
+    return [_cell(row[key], form) for key, _, form in columns(benchmark, [row])]
+
+
+def columns(benchmark: str, rows: list[dict]) -> list[tuple[str, str, str]]:
+    """Those of the table of these rows."""
+    return [one for one in COLUMNS[benchmark] if one[0] not in AT_TIMES or any(one[0] in row for row in rows)]
 
 
 def _cell(value, form: str) -> str:
@@ -176,7 +186,7 @@ def print_report(report: dict) -> None:
             f"square product {limits['product_tflop_per_s']:,.2f} TFLOP/s"
         )
     table = Table()
-    for key, heading, _ in COLUMNS[report["benchmark"]]:
+    for key, heading, _ in columns(report["benchmark"], report["rows"]):
         numeric = any(isinstance(row[key], (int, float)) and not isinstance(row[key], bool) for row in report["rows"])
         table.add_column(heading, justify="right" if numeric else "left", overflow="fold")
     for row in report["rows"]:

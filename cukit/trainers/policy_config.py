@@ -5,12 +5,11 @@ from typing import Any, ClassVar
 from ..datasets.config import PromptOptions
 from ..engine.config import LORA_OPTIONS, EngineConfig, SamplingOptions, SamplingParams
 from ..options import check_range, flat_values, nearest, nested, option, require
-from ..parallel.config import ParallelOptions
 from ..rewards.config import RewardLimits
 from .config import TrainerConfig
 from .evaluation_config import pass_at_k_values
+from .rollout_config import RolloutOptions
 
-PROCESSES = ParallelOptions.group
 GENERATION_KWARGS = {"stop_strings": "stop", "eos_token_id": "stop_token_ids"}  # generate()'s name -> vLLM's
 
 
@@ -60,23 +59,7 @@ class PolicyConfig(TrainerConfig):
         "most answers of an environment (or turns with tool calls) in a completion; default: no limit",
         group="environment",
     )
-    balance_rollouts: str = option(
-        "false",
-        "groups of completions move from a process that is behind to one that waits: auto where that changes no bit "
-        "(cuda, exact), true, false; not with environments",
-        ("auto", "true", "false"),
-        group=PROCESSES,
-    )
-    rollout_gpus: int = option(
-        0,
-        "this many of the processes only draw, reward and evaluate, the others train; 0: all do both",
-        group=PROCESSES,
-    )
-    max_staleness: int = option(
-        0,
-        "1: the next generation batch is drawn while this one is trained on, by the weights of before (off-policy)",
-        group=PROCESSES,
-    )
+    rollouts: RolloutOptions = nested(RolloutOptions)
     prompts: PromptOptions = nested(PromptOptions)
     engine: EngineConfig = nested(EngineConfig, without=("seed", *LORA_OPTIONS))
 
@@ -113,8 +96,6 @@ class PolicyConfig(TrainerConfig):
 
     def _check_apart(self) -> None:
         count, processes = self.rollout_gpus, self.num_processes
-        check_range(self, "rollout_gpus", 0)
-        check_range(self, "max_staleness", 0, 1)
         require(
             not count or self.tensor_parallel_size == 1,
             f"rollout_gpus={count} sends weights to ranks that hold whole models, and tensor_parallel_size="
