@@ -6,7 +6,8 @@ product runs at row counts from a short list, the buckets. A comparison on the d
 shape, dtype and bucket, at its first use:
 
 1. No rows, float64, or the policy "false": cuBLAS at the given rows, nothing compared.
-2. float32: our own product in order at the given rows. It has the bits, and its sums lose fewer digits.
+2. float32, and sums of at most SHORT products: our own product in order at the given rows. In float32 its sums lose
+   fewer digits. Short sums of half types are mostly exact, so that a comparison seldom tells two orders apart.
 3. Half types, and cuBLAS at this bucket has the bits of cuBLAS at REFERENCE_ROWS rows: cuBLAS at this bucket.
 4. It has not, but a larger bucket has, up to LARGEST_RAISE or twice this bucket, whichever is larger: cuBLAS there.
 5. No such bucket has, but our own product has the reference's bits: our own product.
@@ -37,7 +38,7 @@ from .verdicts import card_verdicts
 logger = logging.getLogger(__name__)
 TILE, THREADS = source_constant("linear", "TILE"), source_constant("linear", "THREADS")
 REFERENCE_ROWS = 4096
-THIN = 256
+THIN, SHORT = 256, 64
 LARGEST_RAISE = 512  # how far a small row count is raised in search of equal bits
 
 _policy, _in_use = "auto", False
@@ -71,7 +72,7 @@ def choose_product(rows: int, out_features: int, in_features: int, dtype, biased
     _in_use = True
     if rows == 0 or dtype.itemsize == 8 or _policy == "false":
         return rows, cublas_product
-    if dtype.itemsize == 4:
+    if dtype.itemsize == 4 or in_features <= SHORT:
         return rows, in_order_product
     key = (out_features, in_features, dtype, biased), next_bucket(rows)
     found = _chosen.get(key)
