@@ -50,7 +50,8 @@ class MPIGroup(RankedGroup):
         self._mpi, self._comm = MPI, communicator
         self.rank, self.size = communicator.Get_rank(), communicator.Get_size()
         self.host_name = socket.gethostname()
-        self._on_device: Group | None = None
+        # members -> the group for arrays on their GPUs, of all parts: a communicator takes memory for good (nccl.py)
+        self._on_devices: dict[tuple[int, ...] | None, Group] = {} if parent is None else parent._on_devices
         self._mailbox: Mailbox | None = None
         self._members = members
         self.watch: Watch
@@ -67,11 +68,11 @@ class MPIGroup(RankedGroup):
     def on(self, backend: Any) -> Group:
         if backend.name == "cpu":
             return self
-        if self._on_device is None:
+        if self._members not in self._on_devices:
             from .nccl import NCCLGroup
 
-            self._on_device = NCCLGroup(self)
-        return self._on_device
+            self._on_devices[self._members] = NCCLGroup(self)
+        return self._on_devices[self._members]
 
     def part(self, ranks: Sequence[int]) -> Group | None:
         self.barrier("making a group")  # the library's own wait would not notice a rank that is lost

@@ -241,7 +241,9 @@ def test_collectives_over_mpi(ranks, tmp_path):
 
 
 PARTS = """
+from types import SimpleNamespace
 import numpy as np
+from cukit.parallel import nccl
 from cukit.parallel.world import world
 whole = world()
 pair = whole.part([2, 0])
@@ -253,6 +255,10 @@ own.all_reduce(array)
 later = own.part([1]) if own.size == 2 else own
 seen = None if pair is None else (pair.rank, pair.gather_values(whole.rank), pair._members)
 print(whole.rank, own.rank, own.size, array[7], seen, later and (later.rank, later.size), sep="|", flush=True)
+nccl.NCCLGroup = lambda host: (host.rank, host.size, object())
+gpu, again = SimpleNamespace(name="cuda"), whole.part([2, 0])
+if pair is not None:
+    assert again.on(gpu) is pair.on(gpu) is not whole.on(gpu) and again.on(gpu)[:2] == (pair.rank, 2)
 whole.barrier()
 """
 
@@ -260,6 +266,7 @@ whole.barrier()
 @pytest.mark.mpi
 @needs_mpi
 def test_parts_of_an_mpi_world():
+    """Parts of the same ranks have one group for arrays on their GPUs."""
     root = str(world_module.__file__).rsplit("/cukit/", 1)[0]
     found = subprocess.run(command(3, "-c", PARTS), env=environment(PYTHONPATH=root), capture_output=True, text=True,
                            timeout=120)  # fmt: skip

@@ -1,9 +1,11 @@
 """NCCL's launcher and group over a library that is made of threads: places, sizes and order of every call."""
 
 import ctypes
+import gc
 import importlib.util
 import sys
 import threading
+import weakref
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -149,6 +151,13 @@ def on_gpus(size, work, place=lambda rank: f"0000:{rank}"):
     if errors := [one for one in found if isinstance(one, BaseException)]:
         raise errors[0]
     return found
+
+
+def test_a_communicator_lasts_as_long_as_its_process(library):
+    """NCCL's end of one waits for captured graphs, which Python may take apart later."""
+    links = [weakref.ref(link) for link in on_gpus(2, lambda group: group._link._link)]
+    gc.collect()
+    assert all(link() is not None for link in links)
 
 
 @pytest.mark.parametrize("size", [2, 3])

@@ -4,6 +4,7 @@ Everything runs on a stream of its own: after what the device was told before th
 after it, unless it is called beside(). The host does not wait.
 """
 
+import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -36,11 +37,16 @@ def device_place() -> str:
 
 
 class Communicator:
-    """Rank `rank` of `size` processes with a GPU each. All of them make one, with the same id, at the same time."""
+    """Rank `rank` of `size` processes with a GPU each. All of them make one, with the same id, at the same time. It
+    lasts as long as its process.
+    """
 
     def __init__(self, size: int, rank: int, unique_id: bytes):
         self.size, self.rank = size, rank
         self._link = nccl.NcclCommunicator(size, unique_id, rank)
+        # NCCL destroys a communicator after the last graph that holds its kernels, and waits for that for ever; Python
+        # takes unused objects apart in any order. One reference more keeps this one.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._link))
         self._stream = cp.cuda.Stream(non_blocking=True)
         self._side = cp.cuda.Stream(non_blocking=True)  # which waits for the calls beside what is computed
 
