@@ -228,7 +228,7 @@ def plan_at_level(
         limit, rule = memory_limit, MEMORY_LIMIT
     level = level if any(use.trained for use in uses) else ""
     plan = Plan(tuple(items), limit, share=None if engine is None else share, rule=rule, level=level)
-    plan = _checked(plan, on_card, quiet)
+    plan = _checked(plan, on_card, quiet or engine is not None)  # with an engine a warning comes once, with its cache
     if engine is not None:
         plan = _checked(_with_cache(plan, uses[0], engine, backend, longest_sequence, quiet), on_card, quiet)
     return plan

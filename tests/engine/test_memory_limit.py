@@ -161,6 +161,13 @@ def make_limited(tmp_path):
     return make
 
 
+def test_what_does_not_fit_a_cpu_is_said_once(caplog):
+    with caplog.at_level(logging.WARNING):
+        plan_memory(ALONE, EngineConfig(), cpu, memory_limit=10**6)
+    assert sum("this run needs at least" in record.getMessage() for record in caplog.records) == 1
+    assert "KV cache" in caplog.text
+
+
 def test_a_benchmark_holds_the_process_to_it(tmp_path):
     sizes = ["--rows", "2", "--tokens_per_row", "8", "--completion", "4", "--repeats", "1", "--device", "cpu"]
     assert cukit_cli.main(["bench", "train", *sizes, "--memory_limit", "3GB"]) == 0
