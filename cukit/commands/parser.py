@@ -1,6 +1,7 @@
 """A command's options, from its classes, the command line, YAML files and recipes; and where bundled files lie."""
 
 import sys
+from dataclasses import MISSING
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -88,7 +89,7 @@ def resolve(command: Command, given: dict[str, Any]) -> dict[str, Any]:
     given = dict(given)
     path = given.pop("config", None)
     if path is None and given.get("resume_from_checkpoint"):
-        path, given = resumed_config(given)
+        path, given = resumed_config(command, given)
     own_data = given.get("data") is not None and not _is_bundled(given["data"])
     earlier: dict[str, Any] = {}
     if path is not None:
@@ -111,7 +112,16 @@ def resolve(command: Command, given: dict[str, Any]) -> dict[str, Any]:
             values[name] = bundled(values[name])
     if values.get("model"):
         values["model"] = model_of(values["model"])
+    _check_complete(command, values)
     return values
+
+
+def _check_complete(command: Command, values: dict[str, Any]) -> None:
+    """ValueError for an option without a default that nothing has given."""
+    for name, item in command_options(command).items():
+        if item.default is MISSING and name not in values:
+            example = command.examples[0].partition("  #")[0].strip()
+            raise ValueError(f"this command needs {name} (--{name}): {item.help}; for example: {example}")
 
 
 def _fill_in(command: Command, values: dict[str, Any]) -> None:
@@ -167,11 +177,13 @@ def model_of(path: str) -> str:
     return str(newest)
 
 
-def resumed_config(given: dict[str, Any]) -> tuple[str | None, dict[str, Any]]:
+def resumed_config(command: Command, given: dict[str, Any]) -> tuple[str | None, dict[str, Any]]:
     """A resumed run goes on with its own config.yaml (if it has one), in its own folder; what is given now wins."""
     from ..runs.checkpoint import find_checkpoint
+    from ..runs.record import check_method
 
     run = find_checkpoint(given["resume_from_checkpoint"], given.get("output_dir")).parent
+    check_method(run, command.run.__name__)
     if not (run / "config.yaml").is_file():
         return None, given
     return str(run / "config.yaml"), {"output_dir": str(run)} | given

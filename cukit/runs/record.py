@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import platform
+import shlex
 import sys
 import time
 from datetime import UTC, datetime
@@ -60,6 +61,22 @@ def read_starts(path: str | os.PathLike) -> list[dict]:
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         logger.warning("%s is damaged and is left out: %s", path, " ".join(str(error).split()))
         return []
+
+
+def check_method(run: str | os.PathLike, method: str) -> None:
+    """ValueError if run.json says that another method made this run folder; one that says nothing passes."""
+    try:
+        made = json.loads((Path(run) / RECORD).read_text(encoding="utf-8"))["starts"][-1]["method"]
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        return
+    if made != method:
+        place = shlex.quote(str(run))
+        # a reward model's head is no language model's
+        new = "" if made == "reward" else f"; a new run with its model: cukit {method} --model {place}"
+        raise ValueError(
+            f"resume_from_checkpoint: {run} was made by {made}, not {method}; to go on with it: cukit {made} "
+            f"--resume_from_checkpoint {place}{new}"
+        )
 
 
 def machine(backend) -> dict:

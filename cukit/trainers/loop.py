@@ -12,7 +12,7 @@ from ..runs import checkpoint
 from ..runs.evaluations import drop_later_evaluations
 from ..runs.folder import RunLock, leave_run_folder, open_run_folder, write_run_config
 from ..runs.metrics import MetricsLogger, MetricsWindow
-from ..runs.record import RunRecord
+from ..runs.record import RunRecord, check_method
 from ..runs.report import write_report_at_end
 from ..runs.reporters import ReportedRun, Reporters
 from ..runs.signals import RunStopped
@@ -57,6 +57,8 @@ class Run:
         """(run folder, whether it is new, the checkpoint to go on from or None, whether that is this folder's own)."""
         args = self.trainer.args
         source = checkpoint.find_checkpoint(resume, args.output_dir) if resume else None
+        if source is not None:
+            check_method(source.parent, self.trainer.label)
         # a run that is resumed goes on in its own folder unless another is named
         folder = args.output_dir or (str(source.parent) if source else None)
         goes_on = source is not None and Path(folder).resolve() == source.parent.resolve()
@@ -373,7 +375,10 @@ class Run:
             )
         arrays = restore(trainer.models, arrays, source)
         trainer.sampler.load_state(sampler)
-        trainer.load_method_state(arrays, method)
+        try:
+            trainer.load_method_state(arrays, method)
+        except KeyError as error:
+            raise ValueError(f"{source} holds no state of {trainer.label}: it lacks {error}") from None
         trainer.global_step, trainer.num_tokens = step, num_tokens
         trainer.evaluations = [(at, metrics) for at, metrics in evaluations]
         trainer.evaluation_due = state.get("evaluation_due", False)

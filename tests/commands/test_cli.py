@@ -127,6 +127,11 @@ def test_an_unknown_level_is_refused():
         (["grpo", "--num_generations", "3"], "128 % 3 = 2"),
         (["grpo", "--resume_from_checkpoint", "latest"], "output_dir"),
         (["eval", "--limit", "0"], "limit must be at least 1"),
+        (["merge"], "this command needs model (--model): an adapter folder"),
+        (
+            ["merge", "a"],
+            "needs output (--output): the model folder to write; for example: cukit merge runs/grpo-001 --o",
+        ),
         (["generate", "--temperature", "-1", "--prompt", "x"], "temperature must be at least 0"),
     ],
 )

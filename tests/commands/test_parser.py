@@ -1,5 +1,6 @@
 """Words of a command line and keys of a YAML file as options: what is a value, what wins, what is refused."""
 
+import json
 import shlex
 from pathlib import Path
 
@@ -188,6 +189,16 @@ def test_c6_values_given_now_win_over_the_runs_config(options, write_checkpoint,
     assert (config.learning_rate, config.max_steps, config.num_train_epochs, config.evaluates) == (0.2, -1, 4.0, "no")
     assert values["output_dir"] == str(tmp_path / "run") and values["model"] == "m"
     assert make(GRPOConfig, options(*resumed)).learning_rate == 0.1
+
+
+def test_a_run_of_another_method_names_the_command_that_goes_on_with_it(fails, write_checkpoint, tmp_path):
+    run = tmp_path / "a run"
+    place = write_checkpoint(run / "checkpoint-1")
+    for made in ("sft", "reward"):
+        (run / "run.json").write_text(json.dumps({"starts": [{"method": made}]}))
+        line = fails("grpo", "--resume_from_checkpoint", place)
+        assert f"{run} was made by {made}, not grpo; to go on with it: cukit {made} --resume_from_ch" in line
+        assert line.endswith(f"a new run with its model: cukit grpo --model '{run}'") == (made == "sft")
 
 
 def test_c11_sampling_options_reach_grpo(options):

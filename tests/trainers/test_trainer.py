@@ -98,6 +98,16 @@ def test_c6_a_plain_resume_goes_on_with_the_options_of_now(tmp_path, monkeypatch
     assert len(rates) == 6 and rates[2:] == [5e-4] * 4 and newest_model(run) == Path(run)
 
 
+def test_c6_a_run_of_another_method_is_refused(make_sft, make_grpo, tmp_path):
+    make_sft(output_dir=str(tmp_path / "run"), max_steps=1).train()
+    trainer = make_grpo(output_dir=str(tmp_path / "run"))
+    with pytest.raises(ValueError, match="run was made by sft, not grpo; to go on with it: cukit sft --resume_from_ch"):
+        trainer.train(resume_from_checkpoint="latest")
+    (tmp_path / "run/run.json").unlink()
+    with pytest.raises(ValueError, match="checkpoint-1 holds no state of grpo: it lacks 'updates_a_generation'"):
+        trainer.train(resume_from_checkpoint="latest")
+
+
 def test_c6_a_refused_resume_changes_nothing(make_sft, tmp_path):
     folder = tmp_path / "run"
     make_sft(output_dir=str(folder)).train()
