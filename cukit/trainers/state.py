@@ -149,6 +149,8 @@ def load_weights(model: Decoder | ValueHead, folder: Path) -> None:
         return
     if isinstance(model, ValueHead):
         stored = model.stored_parts(folder)
+    elif is_adapter(folder):
+        raise ValueError(f"{folder} holds an adapter, and this run trains whole weights: resume with use_peft")
     else:
         stored = load_model(folder, "cpu", model.dtype, model.config.head, tensor=model.tensor).parts()
     parts = model.parts()
