@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from ..models.adapter_config import AdapterConfig
+from ..models.adapter_config import AdapterConfig, chosen_targets
 from ..models.adapter_files import adapter_config, fill, is_adapter
 from ..models.adapters import Adapter
 from ..models.decoder import Decoder
@@ -14,11 +14,23 @@ from .lora_config import peft_options
 
 def with_peft(args: Any, peft_config: Any, head: str = "lm_head") -> Any:
     """args with the options that a peft.LoraConfig, or the adapter of lora_adapter_path, stands for. head: of the model
-    that is trained.
+    that is trained. ValueError in one line if an option that was given says something else.
     """
     if peft_config is not None:
-        args = changed(args, **peft_options(peft_config, head))
+        found = peft_options(peft_config, head)
+        for name in sorted(found.keys() & args.given):
+            mine, theirs = (_comparable(name, value) for value in (getattr(args, name), found[name]))
+            if mine != theirs and mine is not None:
+                raise ValueError(f"args has {name}={mine}, and peft_config has {theirs}: leave one of them out")
+        args = changed(args, **found)
     return args if args.lora_adapter_path is None else changed(args, **_first_options(args, head))
+
+
+def _comparable(name: str, value: Any) -> Any:
+    """An option's value in the one form that equal choices of layers share."""
+    if name != "lora_target_modules" or value is None:
+        return value
+    return " ".join(chosen_targets(value, name))
 
 
 def _first_options(args: Any, head: str) -> dict[str, Any]:
@@ -32,12 +44,13 @@ def _first_options(args: Any, head: str) -> dict[str, Any]:
     for name, value in found.items():
         if name in args.given and getattr(args, name) != value:
             raise ValueError(
-                f"{name}={getattr(args, name)}, and lora_adapter_path={path} has {value}: leave {name} out"
+                f"{name}={getattr(args, name)}, and lora_adapter_path={path} has {value}: leave {name} out, or give "
+                f"{value} where a config.yaml says otherwise"
             )
     if args.lora_target_modules is not None and args.lora.adapter(None).targets != config.targets:
         raise ValueError(
-            f"lora_target_modules is another choice than that of lora_adapter_path={path}, {' '.join(config.targets)}: "
-            "leave it out"
+            f"lora_target_modules is another choice than that of lora_adapter_path={path}: leave it out, or give "
+            f"{' '.join(config.targets)} where a config.yaml says otherwise"
         )
     return found | {"lora_target_modules": list(config.targets)}
 

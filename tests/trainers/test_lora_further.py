@@ -5,12 +5,12 @@ import json
 import pytest
 
 import cukit_cli
-from cukit import RewardConfig
+from cukit import RewardConfig, SFTConfig
 from cukit.models.adapter_files import adapter_config
 from cukit.trainers.lora import with_peft
 
 from .conftest import FOLDER
-from .test_lora import LORA, WAYS, assert_equal_factors, factors_of
+from .test_lora import LORA, WAYS, assert_equal_factors, factors_of, peft_config
 
 START = dict(use_peft=True, learning_rate=0.02)
 
@@ -48,10 +48,16 @@ def test_it_resumes_bit_for_bit(make_sft, first, tmp_path):
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"lora_r": 8}, "lora_r=8, and lora_adapter_path=.* has 4: leave lora_r out"),
+        (
+            {"lora_r": 8},
+            "lora_r=8, and lora_adapter_path=.* has 4: leave lora_r out, or give 4 where a config.yaml says",
+        ),
         ({"lora_alpha": 3.0}, "lora_alpha=3.0, and lora_adapter_path=.* has 32"),
         ({"use_rslora": False}, "use_rslora=False, and lora_adapter_path=.* has True"),
-        ({"lora_target_modules": ["q_proj"]}, "lora_target_modules is another choice"),
+        (
+            {"lora_target_modules": ["q_proj"]},
+            "lora_target_modules is another choice .*: leave it out, or give q_proj k_proj .* where",
+        ),
         ({"lora_adapter_path": "/no/such"}, "lora_adapter_path: model folder '/no/such' does not exist"),
         ({"use_peft": False}, "without use_peft there is no use for lora_adapter_path"),
     ],
@@ -66,6 +72,31 @@ def test_equal_options_may_be_given(make_sft, first):
     given = dict(lora_r=4, lora_target_modules=["all-linear"], use_rslora=True)
     trainer = make_sft(**START, **given, lora_adapter_path=str(first.run_folder))
     assert_equal_factors(trainer, first)
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        ({"lora_r": 8}, "args has lora_r=8, and peft_config has 3: leave one of them out"),
+        ({"lora_alpha": 32.0}, "lora_alpha=32.0, and peft_config has 12"),
+        ({"use_rslora": False}, "use_rslora=False, and peft_config has True"),
+        ({"lora_target_modules": ["q_proj"]}, "lora_target_modules=q_proj, and peft_config has v_proj down_proj"),
+    ],
+)
+def test_options_that_differ_from_pefts_configuration_are_refused(given, message):
+    with pytest.raises(ValueError, match=message):
+        with_peft(SFTConfig(use_peft=True, **given), peft_config())
+
+
+def test_options_that_equal_pefts_configuration_may_be_given():
+    given = dict(lora_r=3, lora_alpha=12, use_rslora=True, lora_target_modules=["down_proj", "v_proj"])
+    assert with_peft(SFTConfig(use_peft=True, **given), peft_config()).lora_r == 3
+
+
+def test_an_adapter_is_no_whole_weights(make_sft, first):
+    trainer = make_sft(max_steps=4, output_dir=str(first.run_folder))
+    with pytest.raises(ValueError, match="checkpoint-2 holds an adapter, and this run trains whole weights: resume wi"):
+        trainer.train(resume_from_checkpoint="latest")
 
 
 def test_a_reward_model_and_a_language_model_do_not_share_one(first):
