@@ -167,10 +167,14 @@ class Generation(ABC):
             )
         if not self._warned_cut and samples.truncated.mean() > 0.5:
             self._warned_cut = True
-            trainer.say(
-                f"warning: {samples.truncated.mean():.0%} of the completions were cut off at max_completion_length="
-                f"{trainer.args.max_completion_length}; raise it unless that is what you want"
-            )
+            limit = trainer.args.max_completion_length
+            where = f"at max_completion_length={limit}; raise it unless that is what you want"
+            if (samples.lengths[samples.truncated] < limit).all():
+                where = (
+                    f"where max_model_len, the context, ends, before max_completion_length={limit}: take shorter "
+                    "prompts or more memory for the KV cache"
+                )
+            trainer.say(f"warning: {samples.truncated.mean():.0%} of the completions were cut off {where}")
         if not self._warned_none and np.isnan(rewards[~samples.failed]).all() and not samples.failed.all():
             self._warned_none = True
             trainer.say(

@@ -68,6 +68,21 @@ def test_evaluation_and_the_run_folder(make_grpo, rows, tmp_path):
     assert (tmp_path / "saved" / "tokenizer.json").exists()
 
 
+@pytest.mark.parametrize(
+    "options, where",
+    [
+        (dict(max_completion_length=2), "cut off at max_completion_length=2; raise it"),
+        (
+            dict(max_completion_length=60, max_model_len=24),
+            "cut off where max_model_len, the context, ends, before max_",
+        ),
+    ],
+)
+def test_what_cuts_completions_off_is_named(make_grpo, capsys, options, where):
+    make_grpo(**options, max_steps=1, ignore_eos=True).train()
+    assert f"completions were {where}" in capsys.readouterr().out
+
+
 def test_sampled_evaluation(make_grpo, rows):
     trainer = make_grpo(eval_dataset=rows, num_generations_eval=3)
     assert trainer.evaluate()["eval/reward"] == trainer.evaluate()["eval/reward"]  # its draws are seeded
