@@ -97,7 +97,8 @@ class EngineConfig(Options):
         check_range(self, "seed", 0, LARGEST_SEED)
         require(
             not (self.enable_lora and self.quantization),
-            f"enable_lora multiplies with the model's own weights: leave out quantization={self.quantization}",
+            f"enable_lora multiplies with the model's own weights: leave out quantization={self.quantization}, or "
+            "merge the adapters that lora_modules or requests name",
         )
         for name in self.roundings:
             require(

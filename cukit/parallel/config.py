@@ -36,7 +36,8 @@ class ParallelOptions(TensorOptions):
     )
     zero_stage: int = option(
         0,
-        "ZeRO: what a process keeps of its share of the weights alone; 1: AdamW's states; 2: gradients too; 0: nothing",
+        "ZeRO: what a process keeps of its share of the weights alone; 1: AdamW's states; 2: gradients too; 3: while "
+        "training runs the weights too; 0: nothing",
     )
     ddp_timeout: int = option(1800, "seconds that a process waits for the others before the run ends")
 

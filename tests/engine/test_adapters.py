@@ -296,7 +296,9 @@ def test_where_the_base_is_not_at_hand_the_trained_adapter_alone_is_served(adapt
 
 def test_adapters_of_requests_and_quantization_exclude_each_other():
     with pytest.raises(
-        ValueError, match="enable_lora multiplies with the model's own weights: leave out quantization=int8"
+        ValueError,
+        match="enable_lora multiplies with the model's own weights: leave out quantization=int8, or merge the adapters "
+        "that lora_modules or requests name",
     ):
         EngineConfig(enable_lora=True, quantization="int8")
 
