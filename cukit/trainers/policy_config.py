@@ -104,7 +104,7 @@ class PolicyConfig(TrainerConfig):
         require(
             not count or processes > 1,
             f"rollout_gpus={count} takes some of several processes, and this is the only one: start it by mpirun -n "
-            f"{count + 1} or more, or leave rollout_gpus out",
+            f"{count + 1} or more, or give rollout_gpus=0",
         )
         require(
             not count or count < processes,

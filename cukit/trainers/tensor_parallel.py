@@ -24,7 +24,7 @@ def divided(world: Group, options: TensorOptions | None) -> tuple[Group, TensorP
     require(
         world.size % size == 0,
         f"tensor_parallel_size={size} needs processes in multiples of {size}, and this run has {world.size}: "
-        f"{start(size)}",
+        f"{start(size)}, or give tensor_parallel_size=1",
     )
     first = world.rank // size * size
     sharing = world.part(range(first, first + size))

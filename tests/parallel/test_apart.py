@@ -341,7 +341,7 @@ def test_every_rank_knows_that_nothing_was_learnt(ranks, tmp_path, monkeypatch):
 
 def test_what_is_refused(monkeypatch):
     sizes = {"per_device_train_batch_size": 8, "num_generations": 4}
-    with pytest.raises(ValueError, match="rollout_gpus=1 takes some of several processes, and this is the only one"):
+    with pytest.raises(ValueError, match="rollout_gpus=1 takes some of several processes, .* or give rollout_gpus=0"):
         GRPOConfig(rollout_gpus=1, **sizes)
     with pytest.raises(ValueError, match="SFTConfig has no option 'rollout_gpus'"):
         SFTConfig(rollout_gpus=1)

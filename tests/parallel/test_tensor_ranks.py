@@ -45,7 +45,10 @@ def test_without_tensor_parallelism_the_group_is_the_world():
 
 
 def test_sizes_that_do_not_fit_are_refused():
-    with pytest.raises(ValueError, match="_size=2 needs processes in multiples of 2, and this run has 1"):
+    with pytest.raises(
+        ValueError,
+        match="_size=2 needs processes in multiples of 2, and this run has 1: .*or give tensor_parallel_size=1",
+    ):
         divided(Group(), PAIRS)
 
 
