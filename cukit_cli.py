@@ -20,10 +20,10 @@ from cukit.commands.evaluate import TEST_ROWS, EvalOptions, evaluate
 from cukit.commands.generate import GenerateOptions, generate
 from cukit.commands.kernels import KernelsOptions, kernels_build
 from cukit.commands.merge import MergeOptions, merge
-from cukit.commands.parser import parse, resolve
+from cukit.commands.parser import parse, resolve, say
 from cukit.commands.report import ReportOptions, report
 from cukit.commands.train import TrainFiles, grpo, ppo, reward, sft
-from cukit.parallel.config import launched_rank
+from cukit.parallel.config import launched_rank, num_processes
 from cukit.parallel.world import is_said
 from cukit.runs.progress import show_log_lines
 from cukit.trainers.config import SFTConfig
@@ -89,6 +89,7 @@ COMMANDS = {
         ),
         words="prompt",
         bundled={"model": TINY_MODEL},
+        alone=True,
     ),
     "generate": Command(
         generate,
@@ -101,6 +102,7 @@ COMMANDS = {
         ),
         words="prompt",
         bundled={"model": TINY_MODEL},
+        alone=True,
     ),
     "eval": Command(
         evaluate,
@@ -111,6 +113,7 @@ COMMANDS = {
             "cukit eval --model FOLDER --tasks gsm8k,math500 --n 8 --temperature 0.6 --output answers.jsonl",
         ),
         bundled={"model": TINY_MODEL, "data": TEST_ROWS, "reward_funcs": ["gsm8k"]},
+        alone=True,
     ),
     "merge": Command(
         merge,
@@ -121,6 +124,7 @@ COMMANDS = {
             "cukit merge ADAPTER --output FOLDER --dtype bfloat16",
         ),
         words="model",
+        alone=True,
     ),
     "report": Command(
         report,
@@ -131,6 +135,7 @@ COMMANDS = {
             "cukit report runs/grpo-001 runs/grpo-002 --output both.html",
         ),
         words="runs",
+        alone=True,
     ),
     "data prepare": Command(
         data_prepare,
@@ -141,6 +146,7 @@ COMMANDS = {
             "cukit data prepare math --split test --limit 500 --output math-test.jsonl",
         ),
         words="name",
+        alone=True,
     ),
     "data show": Command(
         data_show,
@@ -151,12 +157,14 @@ COMMANDS = {
             "cukit data show rows.parquet --columns prompt=question,answer=answer",
         ),
         words="source",
+        alone=True,
     ),
     "kernels build": Command(
         kernels_build,
         "compile all CUDA kernels ahead",
         (KernelsOptions,),
         examples=("cukit kernels build --report", "cukit kernels build --families norm attention --archs sm_90a"),
+        alone=True,
     ),
     "bench kernels": Command(
         bench_kernels,
@@ -206,7 +214,7 @@ COMMANDS = {
             "cukit bench scale --model qwen3-8b --zero_stage 1 --rollout_share 0.5 --measured grpo.json",
         ),
     ),
-    "doctor": Command(doctor, "versions and devices, for a bug report", ()),
+    "doctor": Command(doctor, "versions and devices, for a bug report", (), alone=True),
 }
 
 
@@ -219,7 +227,12 @@ def main(argv: list[str] | None = None) -> int:
 def _run(argv: list[str]) -> int:
     name, given = parse(COMMANDS, argv)
     command = COMMANDS[name]
-    code = command.run(resolve(command, given)) or 0
+    values = resolve(command, given)
+    if command.alone and (started := num_processes()) > 1 and values.get("tensor_parallel_size", 1) == 1:
+        say(f"{name} is the work of one process, and {started} were started: the first does it")
+        if launched_rank():
+            return 0
+    code = command.run(values) or 0
     sys.stdout.flush()  # a closed pipe shows here and not at the interpreter's end
     return code
 

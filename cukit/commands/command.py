@@ -16,5 +16,6 @@ class Command:
     parts: tuple[type[Options], ...]  # the classes of its options
     examples: tuple[str, ...] = ()
     recipe: str | None = None  # runs without --config and --model
+    alone: bool = False  # one process does it; of several that share no model the others end at once
     words: str | None = None  # the option (a list, or of one word) that takes words without a --name: `report RUN …`
     bundled: dict[str, Any] = field(default_factory=dict)  # stands in for what neither options nor --config name

@@ -36,6 +36,16 @@ def test_the_first_of_them_speaks(rank, monkeypatch, capsys):
     assert capsys.readouterr().out == ("an answer\n" if rank == 0 else "")
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_command_of_one_process_is_not_done_twice(rank, monkeypatch, capsys):
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", str(rank))
+    assert cukit_cli.main(["doctor"]) == 0
+    said = capsys.readouterr()
+    assert said.out.startswith("cukit ") if rank == 0 else said.out == ""
+    assert ("doctor is the work of one process, and 2 were started: the first does it" in said.err) == (rank == 0)
+
+
 def test_a_dry_run_plans_one_processs_part(capsys):
     """No second process is needed for that."""
 
