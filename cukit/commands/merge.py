@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from ..options import Options, option
+from ..options import Options, check_choices, option
 from .parser import make, say
 
 
@@ -19,6 +19,9 @@ class MergeOptions(Options):
         "auto", "of the merged weights; auto: the base's own", ("auto", "bfloat16", "float16", "float32")
     )
 
+    def __post_init__(self) -> None:
+        check_choices(self)
+
 
 def merge(values: dict[str, Any]) -> None:
     """Write round(W + s·B·A) in the dtype asked for, with the tokenizer's files."""
@@ -30,6 +33,8 @@ def merge(values: dict[str, Any]) -> None:
 
     options = make(MergeOptions, values)
     folder, output = Path(options.model), Path(options.output)
+    if not folder.is_dir():
+        raise ValueError(f"adapter folder {folder} does not exist")
     if not is_adapter(folder):
         raise ValueError(f"{folder} is no adapter folder: it needs adapter_config.json, and no config.json of its own")
     if has_model(output):

@@ -127,6 +127,11 @@ def test_an_unknown_level_is_refused():
         (["grpo", "--num_generations", "3"], "128 % 3 = 2"),
         (["grpo", "--resume_from_checkpoint", "latest"], "output_dir"),
         (["eval", "--limit", "0"], "limit must be at least 1"),
+        (["merge", "/no/such", "--output", "a"], "adapter folder /no/such does not exist"),
+        (
+            ["merge", "a", "--output", "b", "--dtype", "float64"],
+            "dtype must be one of auto, bfloat16, float16, float32",
+        ),
         (["merge"], "this command needs model (--model): an adapter folder"),
         (
             ["merge", "a"],
