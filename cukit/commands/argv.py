@@ -66,8 +66,11 @@ def parsed(item: Option, value: Any, where: str) -> Any:
     try:
         return typed(item, from_text(item, value))
     except ValueError as error:
-        number = item.kind is str and not isinstance(value, (str, list, dict, type(None)))
-        raise ValueError(f"{where}{error}" + ("; put it in quotes" if number else "")) from None
+        hint = ""
+        if item.kind is str and not isinstance(value, (str, list, dict, type(None))):  # YAML read it as something else
+            words = [*item.choices, *(["null"] if item.optional else [])]
+            hint = f": one of {', '.join(words)}" if item.choices else "; put it in quotes"
+        raise ValueError(f"{where}{error}{hint}") from None
 
 
 def from_text(item: Option, value: Any) -> Any:

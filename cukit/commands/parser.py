@@ -9,6 +9,7 @@ import yaml
 
 import cukit
 
+from ..engine.config import MemoryOptions
 from ..options import Option, Options, nearest
 from ..parallel.config import launched_rank
 from ..rewards import BUILTIN_REWARDS
@@ -228,6 +229,8 @@ def make(cls: type[MadeOptions], values: dict[str, Any]) -> MadeOptions:
 
 def coerce_all(command: Command, values: dict[str, Any], where: str) -> dict[str, Any]:
     known = command_options(command)
+    if "memory_limit" in known:
+        values = MemoryOptions.respelled(values)
     for part in command.parts:
         values = part.respelled({name: _as_object(known[name], value) for name, value in values.items()})
     return {name: parsed(known[name], value, where) for name, value in values.items()}

@@ -35,7 +35,10 @@ class MemoryOptions(Options):
 
     @classmethod
     def respelled(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """A number as text, and `none`."""
         given = values.get("memory_limit")
+        if given in ("none", "null"):
+            return values | {"memory_limit": None}
         number = isinstance(given, (int, float)) and not isinstance(given, bool)
         return values | {"memory_limit": str(given)} if number else values
 

@@ -137,6 +137,12 @@ def test_c3_what_is_given_later_wins(options, tmp_path, text, argv, holds):
     )
 
 
+def test_a_memory_limit_is_a_number_in_yaml_and_can_be_taken_back(options, tmp_path):
+    argv = ["generate", "--config", written(tmp_path, "memory_limit: 3000000000\n")]
+    assert options(*argv)["memory_limit"] == "3000000000"
+    assert options(*argv, "--memory_limit", "none")["memory_limit"] is None
+
+
 def test_c3_the_command_line_wins_over_the_recipe(options):
     config = make(
         SFTConfig, options("sft", "--num_train_epochs", "2", "--warmup_ratio", "0.5")
@@ -162,6 +168,8 @@ def test_c3_in_one_place_the_rule_of_transformers_holds_and_is_said_once(caplog)
     "line, message",
     [
         ("model: yes", "model must be text, got True; put it in quotes"),
+        ("gradient_checkpointing: 3", "must be text, got 3: one of none, selective, full, auto"),
+        ("quantization: off", "must be text, got False: one of int8, fp8, null"),
         ("output_dir: 007", "output_dir must be text, got 7; put it in quotes"),
         ("output_dir: 2026-11-28", "output_dir must be text"),
         ("reward_funcs: [1]", "reward_funcs must be a list of texts, got [1]"),
