@@ -117,6 +117,8 @@ class TrainerConfig(Options):
     def respelled(cls, values: dict[str, Any]) -> dict[str, Any]:
         values = RowOptions.respelled(values)
         resume = values.get("resume_from_checkpoint")
+        if isinstance(resume, str) and resume.lower() in ("true", "false"):
+            resume = resume.lower() == "true"
         if isinstance(resume, bool):  # TRL's: the latest of output_dir
             values = values | {"resume_from_checkpoint": "latest" if resume else None}
         if (share := _share(values.get("warmup_steps"))) is not None:  # transformers 5

@@ -126,6 +126,7 @@ def test_an_unknown_level_is_refused():
         (["grpo", "--num_generations", "1"], "num_generations=1"),
         (["grpo", "--num_generations", "3"], "128 % 3 = 2"),
         (["grpo", "--resume_from_checkpoint", "latest"], "output_dir"),
+        (["grpo", "--resume_from_checkpoint", "True"], "resume_from_checkpoint=latest needs output_dir"),
         (["eval", "--limit", "0"], "limit must be at least 1"),
         (["merge", "/no/such", "--output", "a"], "adapter folder /no/such does not exist"),
         (
