@@ -113,7 +113,6 @@ COMMANDS = {
             "cukit eval --model FOLDER --tasks gsm8k,math500 --n 8 --temperature 0.6 --output answers.jsonl",
         ),
         bundled={"model": TINY_MODEL, "data": TEST_ROWS, "reward_funcs": ["gsm8k"]},
-        alone=True,
     ),
     "merge": Command(
         merge,

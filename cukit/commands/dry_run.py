@@ -11,6 +11,7 @@ import yaml
 
 from ..engine.config import EngineConfig
 from ..options import stated_values
+from ..parallel.config import launched_rank
 from ..trainers.config import TrainerConfig
 from ..trainers.lora import with_peft
 
@@ -32,12 +33,16 @@ def show_training(trainer_class: Any, args: TrainerConfig, read: dict[str, str])
 
 
 def show_engine(options: Any, model: str, config: EngineConfig) -> None:
-    """For commands that only generate. config: the engine's options, with what the command adds to them."""
+    """For commands that only generate; of several processes the first one prints. config: the engine's options, with
+    what the command adds to them.
+    """
     from ..engine.fitting import GENERATION, search
     from ..engine.memory import plan_memory
     from ..engine.shapes import ModelUse
 
-    limit, ranks = options.memory.nbytes, getattr(options, "tensor_parallel_size", 1)  # evaluate shares no model
+    if launched_rank():
+        return
+    limit, ranks = options.memory.nbytes, options.tensor_parallel_size
     shape = model_shape(model, options.device, options.dtype, limit)
     _print_options(stated_values(options))
 

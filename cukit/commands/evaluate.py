@@ -1,7 +1,9 @@
 """eval: complete the rows of a data file with a model, and report the rewards."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from ..datasets.tasks import TASKS, find_tasks
 from ..engine.config import LORA_OPTIONS, EngineConfig, MemoryOptions, SamplingParams
 from ..models.config import DTYPES
 from ..options import Options, check_range, given_values, nested, option, require
+from ..parallel.config import ParallelOptions
 from ..rewards.config import RewardLimits
 from ..trainers.evaluation_config import pass_at_k_values
 from .chat import TINY_MODEL
@@ -64,6 +67,7 @@ class EvalOptions(Options):
     sampling: SamplingParams = nested(SamplingParams, without=("logprobs",), temperature=0.0)
     memory: MemoryOptions = nested(MemoryOptions)
     engine: EngineConfig = nested(EngineConfig, without=("seed", *LORA_OPTIONS))
+    parallel: ParallelOptions = nested(ParallelOptions, without=("fast_reduction", "zero_stage"))
 
     @classmethod
     def respelled(cls, values: dict[str, Any]) -> dict[str, Any]:
@@ -89,29 +93,35 @@ def evaluate(values: dict[str, Any]) -> None:
     from ..tokenizer import Tokenizer
     from ..trainers.environment import make_maker
     from ..trainers.episodes import Episodes
+    from ..trainers.ranks import Ranks
     from ..trainers.rollout import Rollout
+    from ..trainers.tensor_parallel import check_plays_alone
 
     options = make(EvalOptions, values)
     if options.dry_run:
         show_engine(options, options.model, options.engine)
         return
+    ranks = Ranks(options=options.parallel)  # before anything of CUDA
+    if ranks.several:
+        ranks.watch.timeout = options.ddp_timeout
     folder = model_folder(options.model)
     tokenizer = Tokenizer.from_folder(*tokenizer_folders(folder))
     maker, names = make_maker(options.environment, options.tools), find_tasks(options.tasks or []) or [None]
+    check_plays_alone(maker, options.tensor_parallel_size)
     suites = [read_suite(options, name, tokenizer, folder, maker) for name in names]
     if options.sampling.n > 1 and options.sampling.temperature == 0:
         say(f"warning: with temperature=0 the n={options.sampling.n} answers to a prompt are equal: raise temperature")
     hold_memory(backend_for(options.device), options.memory.nbytes)
-    model = load_model(folder, options.device, options.dtype)
+    model = load_model(folder, options.device, options.dtype, tensor=ranks.tensor)
     rollout = Rollout(model, tokenizer, **given_values(options.engine))
     if maker is not None:
         limit = options.max_tool_calling_iterations
         rollout.episodes = Episodes(rollout.llm, maker, options.chat_template_kwargs, limit)
     answers: list[dict] = []
     for suite in suites:
-        answers += run_suite(options, suite, rollout, tokenizer)
+        answers += run_suite(options, suite, rollout, tokenizer, ranks)
         if options.output:  # what is there if a later task fails
-            write_answers(Path(options.output), answers)
+            ranks.first(partial(write_answers, Path(options.output), answers), "the answers file")
 
 
 @dataclass
@@ -154,24 +164,38 @@ def read_suite(options: EvalOptions, task: str | None, tokenizer: Any, folder: P
     return Suite(task, data, rows, prompts, scorer)
 
 
-def run_suite(options: EvalOptions, suite: Suite, rollout: Any, tokenizer: Any) -> list[dict]:
-    """Answer and score the rows, print what came out; returns the rows of the answers file."""
+def run_suite(options: EvalOptions, suite: Suite, rollout: Any, tokenizer: Any, ranks: Any) -> list[dict]:
+    """Answer and score the rows, of which each rank takes a run, print what came out; returns the rows of the answers
+    file, all of them on every rank.
+    """
     from ..trainers.evaluation import answer_rows, solved_metrics
+    from ..trainers.shared_rollouts import shared_out
 
-    sampling, scorer = options.sampling, suite.scorer
-    start = time.perf_counter()
-    seeds = None if sampling.seed is None else [sampling.seed] * len(suite.prompts)
-    samples = rollout.generate(suite.prompts, sampling, seeds, row_of=suite.rows.__getitem__)
-    seconds = time.perf_counter() - start
+    sampling, scorer, seconds = options.sampling, suite.scorer, 0.0
+    seeds = seeds_of(sampling, len(suite.prompts), rollout, ranks)
+
+    def draw(places: Sequence[int]) -> tuple:
+        nonlocal seconds
+        start = time.perf_counter()
+        samples = rollout.generate(
+            [suite.prompts[place] for place in places],
+            sampling,
+            seeds and [seeds[place] for place in places],
+            row_of=lambda group: suite.rows[places[group]],
+        )
+        seconds = time.perf_counter() - start
+        rows = [suite.rows[places[group]] for group in samples.groups]
+        return samples, *ranks.once(lambda: scorer(rows, samples, tokenizer), "rewards")
+
+    samples, _, scores = shared_out(ranks, scorer, range(len(suite.prompts)), draw, "evaluation")
     rows = [suite.rows[group] for group in samples.groups]
-    _, scores = scorer(rows, samples, tokenizer)
     solved = solved_metrics(samples, scores[:, 0], pass_at_k_values(options.pass_at_k, sampling.n, "n"))
     where = f"{suite.task}: {suite.data}" if suite.task else suite.data
-    counts = (samples.failed, samples.lengths, samples.truncated, seconds)
-    for line in report(where, scorer.names, scores, *counts, solved):
-        print(line)
-    for name, value in scorer.recorded_metrics().items():
-        print(f"  {name} {value:.4f}")
+    seconds = max(ranks.world.gather_values(seconds))
+    lines = report(where, scorer.names, scores, samples.failed, samples.lengths, samples.truncated, seconds, solved)
+    lines += [f"  {name} {value:.4f}" for name, value in scorer.recorded_metrics().items()]
+    if ranks.is_first:
+        print("\n".join(lines))
     if samples.truncated.mean() > CUT_SHARE:
         say(
             f"warning: {samples.truncated.mean():.0%} of the completions were cut off at max_tokens="
@@ -179,6 +203,18 @@ def run_suite(options: EvalOptions, suite: Suite, rollout: Any, tokenizer: Any) 
         )
     task = {"task": suite.task} if suite.task else {}
     return [task | row for row in answer_rows(rows, samples, scorer.names, scores)]
+
+
+def seeds_of(sampling: SamplingParams, count: int, rollout: Any, ranks: Any) -> list[int] | None:
+    """A seed for each prompt, whichever rank draws it: that of one process, but for episodes that are sampled without a
+    seed. None: the engine's.
+    """
+    if sampling.seed is not None:
+        return [sampling.seed] * count
+    if not ranks.several:
+        return None
+    # environments get the place of their prompt where there is no seed
+    return rollout.llm.core.take_seeds(count) if sampling.temperature else list(range(count))
 
 
 def report(

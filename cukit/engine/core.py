@@ -107,7 +107,7 @@ class EngineCore:
         (a further turn). The new request takes the KV over and computes only what follows. adapter: of all its tokens;
         None: the model without one. begun: all samples as another engine left them; their KV is computed anew.
         """
-        seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
+        seed = self.take_seeds(1)[0] if params.seed is None else params.seed
         stop_texts = StopTexts.of(params.stop or [], self.tokenizer)
         stop_ids = {*(params.stop_token_ids or ()), *stop_texts.ids, *(() if params.ignore_eos else self.eos_token_ids)}
         limit = min(len(prompt_ids) + params.max_tokens, self.plan.max_model_len)
@@ -125,6 +125,10 @@ class EngineCore:
             self.requests[request.request_id] = request
             self._added.extend((sequence, after) for sequence in going)
         return request
+
+    def take_seeds(self, count: int) -> list[int]:
+        """Those that the next so many requests without a seed would have got."""
+        return [self._seeds.getrandbits(63) for _ in range(count)]
 
     def abort(self, request: Request) -> None:
         """End a request, its unfinished samples with the finish reason "abort": now, or where another thread has the

@@ -174,7 +174,7 @@ class Watch:
 
     def is_said(self, error: BaseException, seconds: float) -> bool:
         """Whether this error is on the screen: said by this rank, since it is that of a lost rank, or by the first one,
-        which ends by the same error or by one that this one quotes. Waits for that so long.
+        which ends by the same error, or where one of the two quotes the other. Waits for that so long.
         """
         own, end = _text_of(error), time.monotonic() + seconds
         self.end(own)
@@ -184,7 +184,7 @@ class Watch:
             return False
         while not (said := _read(self.folder, 0).get("ended") or "") and time.monotonic() < end:
             time.sleep(TICK / 2)
-        return said != "" and said in own
+        return said != "" and (said in own or own in said)
 
     def leave(self) -> None:
         """At the end of the process: MPI's own end would wait for a lost rank."""

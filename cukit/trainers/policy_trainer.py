@@ -35,6 +35,7 @@ from .reward_model import RewardModel, reward_models, with_models
 from .rewarding import RewardScorer, trainer_state
 from .rollout import Rollout
 from .state import POLICY
+from .tensor_parallel import check_plays_alone
 from .trainer import DataSource, ModelSource, Trainer
 
 Reward = str | Callable[..., Any]
@@ -81,11 +82,7 @@ class PolicyTrainer(Trainer):
         self.scorer = self.eval_scorer = self._make_scorer(reward_funcs, args.reward_weights)
         if eval_reward_funcs is not None:
             self.eval_scorer = self._make_scorer(eval_reward_funcs)
-        if self.environments is not None and args.tensor_parallel_size > 1:
-            raise ValueError(
-                f"tensor_parallel_size={args.tensor_parallel_size} processes compute the same steps, which an "
-                "environment that each of them plays may part: leave out environment and tools, or tensor_parallel_size"
-            )
+        check_plays_alone(self.environments, args.tensor_parallel_size)
         self.generation = self.make_generation()
         super().__init__(model, args, train_dataset, eval_dataset, processing_class, callbacks, device, dtype)
         self.apart = Apart(self) if args.rollout_gpus else None

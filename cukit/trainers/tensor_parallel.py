@@ -33,6 +33,15 @@ def divided(world: Group, options: TensorOptions | None) -> tuple[Group, TensorP
     return across, TensorParallel(sharing, options.tensor_parallel_invariant)
 
 
+def check_plays_alone(environments: Any, size: int) -> None:
+    """ValueError in one line where there are environments, or None, and so many ranks share a model."""
+    if environments is not None and size > 1:
+        raise ValueError(
+            f"tensor_parallel_size={size} processes compute the same steps, which an environment that each of them "
+            "plays may part: leave out environment and tools, or tensor_parallel_size"
+        )
+
+
 def whole_states(model: Any, state: dict[str, Any]) -> dict[str, Any]:
     """An optimizer's state_dict() with whole arrays; of a model that ranks share on the first of them alone, and all of
     them call it.

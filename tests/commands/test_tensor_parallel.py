@@ -2,6 +2,8 @@
 
 import json
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -9,12 +11,16 @@ import cukit_cli
 from cukit.bench import GenerateBench
 from cukit.bench.generate import workloads
 from cukit.commands import chat
+from cukit.trainers import ranks
 
+ROOT = Path(__file__).parents[2]
 PAIR = ["--tensor_parallel_size", "2"]
 BENCH = ["bench", "generate", "--model", "tiny", "--device", "cpu", "--workload", "decode", "--scale", "0.02"]
 
 
-@pytest.mark.parametrize("command", [["generate", "--prompt", "1+1="], BENCH, ["bench", "train", "--scale", "0.01"]])
+@pytest.mark.parametrize(
+    "command", [["generate", "--prompt", "1+1="], BENCH, ["bench", "train", "--scale", "0.01"], ["eval"]]
+)
 def test_one_process_is_told_how_to_start_two(command, capsys):
     assert cukit_cli.main([*command, *PAIR]) == 2
     assert "this run has 1: start it with mpirun -n 2" in capsys.readouterr().err
@@ -46,15 +52,30 @@ def test_a_command_of_one_process_is_not_done_twice(rank, monkeypatch, capsys):
     assert ("doctor is the work of one process, and 2 were started: the first does it" in said.err) == (rank == 0)
 
 
-def test_a_dry_run_plans_one_processs_part(capsys):
-    """No second process is needed for that."""
+def test_an_evaluation_with_an_environment_shares_no_model(monkeypatch, capsys):
+    watch = SimpleNamespace(timeout=0)
+    monkeypatch.setattr(ranks, "Ranks", lambda options: SimpleNamespace(several=True, watch=watch))
+    environment = f"{ROOT / 'tests/trainers/playing.py'}:Asking"
+    assert cukit_cli.main(["eval", "--environment", environment, *PAIR, "--ddp_timeout", "7"]) == 2
+    assert watch.timeout == 7
+    assert "tensor_parallel_size=2 processes compute the same steps" in (said := capsys.readouterr().err)
+    assert "leave out environment and tools" in said
+
+
+@pytest.mark.parametrize("command", ["generate", "eval"])
+def test_a_dry_run_plans_one_processs_part(command, monkeypatch, capsys):
+    """No second process is needed for that; of several the first one shows it."""
 
     def weights(*more):
-        assert cukit_cli.main(["generate", "--dry_run", "--device", "cpu", *more]) == 0
+        assert cukit_cli.main([command, "--dry_run", "--device", "cpu", *more]) == 0
         lines = capsys.readouterr().out.splitlines()
         return float(next(line for line in lines if "model: weights" in line).split()[2])
 
     assert 0.5 * weights() < weights(*PAIR) < 0.8 * weights()
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "1")
+    assert cukit_cli.main([command, "--dry_run", "--device", "cpu", *PAIR]) == 0
+    assert capsys.readouterr().out == ""
 
 
 def test_batches_of_the_decode_workload(tmp_path, capsys):

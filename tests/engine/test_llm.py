@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -218,6 +219,9 @@ def test_seeds():
     assert ids(first) != ids(second) and len({tuple(tokens) for tokens in ids(first)}) > 1
     assert ids(tiny_llm(seed=5).generate([[1, 2, 3]], params)[0]) == ids(first)
     assert ids(tiny_llm(seed=6).generate([[1, 2, 3]], params)[0]) != ids(first)
+    other = tiny_llm(seed=5)
+    (taken,) = other.core.take_seeds(1)
+    assert ids(other.generate([[1, 2, 3]], replace(params, seed=taken))[0]) == ids(first)
     seeded = llm.generate([[1, 2, 3]], SamplingParams(n=4, max_tokens=12, seed=2**64 - 2))[0]
     fourth = llm.generate([[1, 2, 3]], SamplingParams(max_tokens=12, seed=1))[0]
     assert ids(seeded)[3] == ids(fourth)[0]

@@ -131,6 +131,7 @@ def test_a_record_that_is_half_written_is_passed_over(seen, tmp_path):
 @pytest.mark.parametrize("record, error, is_said", [
     ({"ended": "ValueError: bad"}, ValueError("bad"), True), ({"ended": "ValueError: bad"}, ValueError("other"), False),
     ({"ended": "ValueError: bad"}, RankLost("rank 0 failed in opening the run: ValueError: bad"), True),
+    ({"ended": "RankLost: rank 1 failed in evaluation: ValueError: bad"}, ValueError("bad"), True),
     ({}, ValueError("bad"), False),
 ])  # fmt: skip
 def test_an_error_that_the_first_rank_has_too_is_said_once(tmp_path, record, error, is_said):
