@@ -15,8 +15,9 @@ def level_for(given: str, models: list[Decoder], tokens: int, micro_batches: int
         return given
     uses = []
     for number, model in enumerate(models):
-        config = model.config
-        use = ModelUse(f"model {number}", config, model.dtype, True, True, head=config.head == "lm_head")
+        config, gathers = model.own_config, model.tensor is not None and model.tensor.invariant
+        head = config.head == "lm_head"
+        use = ModelUse(f"model {number}", config, model.dtype, True, True, head=head, gathers=gathers)
         uses.append(use if model.adapter is None else adapted(use, model.adapter.config, model.adapter.way))
     sizes = {"max_tokens_per_batch": tokens, "micro_batches": micro_batches}
     return plan_memory(uses, None, models[0].backend, gradient_checkpointing="auto", **sizes).level

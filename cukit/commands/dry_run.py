@@ -47,7 +47,8 @@ def show_engine(options: Any, model: str, config: EngineConfig) -> None:
     _print_options(stated_values(options))
 
     def plan(engine: EngineConfig, quiet: bool = False) -> Any:
-        uses = [ModelUse("model", shape.config.part_of(ranks), shape.dtype)]
+        gathers = options.tensor_parallel_invariant
+        uses = [ModelUse("model", shape.config.part_of(ranks), shape.dtype, gathers=gathers)]
         return plan_memory(uses, engine, shape.backend, memory_limit=limit, quiet=quiet)
 
     def tried() -> Any:

@@ -243,7 +243,8 @@ def hold_memory(backend, nbytes: int | None) -> None:
 
 def planned(config: EngineConfig, model) -> tuple[Plan, EngineConfig]:
     """The plan of an engine alone with a loaded model, and config with max_model_len and num_kv_blocks filled in."""
-    use = ModelUse("model", model.own_config, model.dtype, loaded=True)
+    gathers = model.tensor is not None and model.tensor.invariant
+    use = ModelUse("model", model.own_config, model.dtype, loaded=True, gathers=gathers)
     plan = plan_memory([use], config, model.backend, **least_memory(model.tensor, model.backend))
     return plan, changed(config, max_model_len=plan.max_model_len, num_kv_blocks=plan.num_kv_blocks)
 

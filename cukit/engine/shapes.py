@@ -52,6 +52,7 @@ class ModelUse:
     moment_bytes: float = 8  # of both
     updated_in_backward: bool = False  # where a pass is the whole update, layers' gradients come and go
     offloaded: bool = False  # master and moments lie on the host but for those of the layer that is updated
+    gathers: bool = False  # the ranks that share it gather what o_proj and down_proj take (tensor_parallel_invariant)
 
 
 @dataclass(frozen=True)
@@ -199,9 +200,14 @@ class LayerBytes:
 
     @classmethod
     def of(
-        cls, config: ModelConfig, dtype: np.dtype, precise: np.dtype, columns: tuple[int, int] = (0, 0)
+        cls,
+        config: ModelConfig,
+        dtype: np.dtype,
+        precise: np.dtype,
+        columns: tuple[int, int] = (0, 0),
+        gathers: bool = False,
     ) -> LayerBytes:
-        """columns: ModelUse.adapter_columns."""
+        """columns: ModelUse.adapter_columns. gathers: as there."""
         hidden, width = config.hidden_size, config.intermediate_size
         queries = config.num_attention_heads * config.head_dim
         qkv = queries + 2 * config.num_key_value_heads * config.head_dim
@@ -216,10 +222,21 @@ class LayerBytes:
         # On the way back through silu: the gradients of the residual stream and of silu's input and output. Its output
         # is gone by then, or just made again.
         passing = {"none": hidden + 2 * width, "selective": hidden + 4 * width, "full": hidden + 2 * width}
-        size, one = dtype.itemsize, precise.itemsize
-        whole, stream = (products + cheap) * size + statistics * one, (hidden + columns[1]) * size + one
+        size, one, ranks = dtype.itemsize, precise.itemsize, config.vocab_parts
+        into_o = into_down = 0
+        if gathers and ranks > 1:
+            # What these products take in whole is kept where nothing is remade. On the way back through down_proj its
+            # gradient lies beside that of the own columns of the sum. Where it is remade, it lies there twice as it
+            # arrives, beside its gradient, which ranks add up; at selective beside silu's output and gradients, too.
+            into_o, into_down, own = ranks * queries, ranks * width, hidden // ranks
+            passing = {
+                "none": hidden + own + into_down,
+                "selective": hidden + own + 3 * into_down + 3 * width,
+                "full": hidden + own + 3 * into_down,
+            }
+        whole, stream = (products + cheap + into_o) * size + statistics * one, (hidden + columns[1]) * size + one
         return cls(
-            kept={"none": whole, "selective": products * size + statistics * one, "full": stream},
+            kept={"none": whole + into_down * size, "selective": products * size + statistics * one, "full": stream},
             again={"none": 0, "selective": 0, "full": whole - stream},
             passing={level: numbers * size for level, numbers in passing.items()},
         )
@@ -245,7 +262,7 @@ def training_items(uses, backend, tokens, level, micro_batches, ranks, zero_stag
 def _moments(use, backend, tokens, level, gradients_stay, gradients):
     """(name, bytes) of what is held at each moment that may be the peak of a forward and backward pass."""
     config, dtype = use.config, backend.dtype_of(use.dtype)
-    layer = LayerBytes.of(config, dtype, backend.accumulator(dtype), use.adapter_columns)
+    layer = LayerBytes.of(config, dtype, backend.accumulator(dtype), use.adapter_columns, use.gathers)
     layers, hidden = config.num_hidden_layers, tokens * config.hidden_size * dtype.itemsize
     kept = tokens * layer.kept[level]
     # The pool cannot use the arrays kept between layers again for weights' gradients, since their sizes differ, nor all
@@ -277,7 +294,7 @@ def rollout_items(use: ModelUse, engine: EngineConfig, backend) -> list[Item]:
     length = engine.max_model_len or config.max_position_embeddings
     logits = rows * logit_columns(config) * dtype.itemsize
     tables = rows * -(-length // engine.block_size) * 4
-    step = rows * _forward_bytes(config, dtype) + logits
+    step = rows * _forward_bytes(use, dtype) + logits
     numbers, channels, largest = _quantized(use, engine)
     items = [Item("engine: block tables", tables), Item("engine: weights in 8 bits", numbers + 4 * channels)]
     if engine.enable_lora:
@@ -285,7 +302,7 @@ def rollout_items(use: ModelUse, engine: EngineConfig, backend) -> list[Item]:
         sizes = adapter_sizes(layer, AdapterConfig(engine.max_lora_rank, 1, TARGETS), BESIDE)
         nbytes = engine.max_loras * config.num_hidden_layers * sum(sizes) * dtype.itemsize
         items.append(Item("engine: adapters of requests", nbytes))
-    prompts = prompt_tokens * _forward_bytes(config, dtype)
+    prompts = prompt_tokens * _forward_bytes(use, dtype)
     if backend.name == "cuda":
         chunks = -(-length // CHUNK_KEYS)
         partials = rows * config.num_attention_heads * chunks * (config.head_dim + 2) * 4
@@ -323,11 +340,15 @@ def _parts(use: ModelUse, engine: EngineConfig, backend) -> int:
     return 0 if engine.quantization is None else PART_CLASSES * rows * 2 * use.config.intermediate_size * 4
 
 
-def _forward_bytes(config: ModelConfig, dtype) -> int:
+def _forward_bytes(use: ModelUse, dtype) -> int:
     """Bytes a token of a forward pass that keeps nothing: the residual stream, and the larger half of a layer."""
-    queries = config.num_attention_heads * config.head_dim
+    config, ranks = use.config, use.config.vocab_parts
+    queries, width = config.num_attention_heads * config.head_dim, config.intermediate_size
     qkv = queries + 2 * config.num_key_value_heads * config.head_dim
-    return (3 * config.hidden_size + max(2 * qkv + queries, 3 * config.intermediate_size)) * dtype.itemsize
+    half = max(2 * qkv + queries, 3 * width)
+    if use.gathers and ranks > 1:  # a rank's own columns, and those of all: as they arrive and side by side
+        half = max(half, (1 + 2 * ranks) * max(queries, width))
+    return (3 * config.hidden_size + half) * dtype.itemsize
 
 
 def cache_dtype(engine: EngineConfig, dtype) -> np.dtype:

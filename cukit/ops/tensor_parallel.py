@@ -51,7 +51,7 @@ class Columns:
         be, tokens, borders, rank = backend_of(whole), len(whole), self.borders, self.ranks.rank
         flat = be.empty((whole.size,), whole.dtype)
         for a, b in zip(borders, borders[1:]):
-            flat[tokens * a : tokens * b] = whole[:, a:b].reshape(-1)
+            flat[tokens * a : tokens * b].reshape(tokens, b - a)[...] = whole[:, a:b]
         self.ranks.reduce_scatter(flat, what)
         a, b = borders[rank : rank + 2]
         return flat[tokens * a : tokens * b].reshape(tokens, b - a)
@@ -74,18 +74,18 @@ def sum_over_ranks(x: Tensor, ranks) -> Tensor:
 
 def gather_columns(x: Tensor, columns: Columns, multiplied: bool = False) -> Tensor:
     """y (T, N) of the ranks' columns x (T, N_r). Every rank holds y; where it also holds y's whole gradient, dx is its
-    own columns of dy. multiplied: each rank multiplies y with its own rows of a weight, so that it holds a part of the
-    gradient, and dx is its columns of Σ dy over the ranks.
-
-    y is remade from x.
+    own columns of dy, and nothing is saved. multiplied: each rank multiplies y with its own rows of a weight, so that
+    it holds a part of the gradient, and dx is its columns of Σ dy over the ranks; y is remade from x.
     """
+    if not multiplied:
+        return record(columns.gather(x.data), (x,), lambda dy: (columns.own(dy),))
     saved = x.saved
     again = Remade(lambda: columns.gather(saved.array()))
 
     def rule(dy):
         if again.wanted:
             saved.use(lambda own: again.give(columns.gather(own)))
-        return (columns.own_of_sum(dy) if multiplied else columns.own(dy),)
+        return (columns.own_of_sum(dy),)
 
     return record(columns.gather(x.data), (x,), rule, (again,))
 

@@ -190,9 +190,9 @@ class Trainer(Steps):
             trained = adapted(trained, *found)
         offloaded = self.args.offload_optimizer and policy.backend.name == "cuda"
         states: dict[str, Any] = {"moment_bytes": MOMENT_BYTES[self.args.optimizer_state], "offloaded": offloaded}
-        states["updated_in_backward"] = self.args.optimizer_in_bwd
+        states["updated_in_backward"], gathers = self.args.optimizer_in_bwd, self.args.tensor_parallel_invariant
         return plan_memory(
-            [replace(use, **states) if use.trained else use for use in (trained, *more)],
+            [replace(use, gathers=gathers, **(states if use.trained else {})) for use in (trained, *more)],
             engine,
             self.model.backend,
             max_tokens_per_batch=most,

@@ -1,11 +1,17 @@
 """gradient_checkpointing in the measurements: what is measured is what is said."""
 
 import pytest
+from parallel.threads import together
 
+from cukit.backend import backend_for
 from cukit.bench import GRPOBench, PPOBench, TrainBench, levels, ppo, train
-from cukit.bench.subject import choose_subject
+from cukit.bench.subject import SHAPES, choose_subject
 from cukit.engine.memory import plan_memory
+from cukit.models.config import ModelConfig
+from cukit.models.decoder import Decoder
+from cukit.models.tensor_parallel import TensorParallel
 
+SHAPE = ModelConfig.from_json(SHAPES["tiny"])
 SMALL = dict(model="tiny", device="cpu", rows=2, tokens_per_row=12, completion=7, repeats=1)
 
 
@@ -45,6 +51,17 @@ def test_train_asks_the_planner_of_auto(little_memory):
     ((uses, sizes),) = little_memory
     assert sizes["max_tokens_per_batch"] == 12 and sizes["micro_batches"] == 2
     assert uses[0].trained and uses[0].loaded and uses[0].head and uses[0].adapter_parameters > 0
+
+
+@pytest.mark.parametrize("invariant", [False, True])
+def test_the_planner_is_asked_of_a_ranks_part(little_memory, invariant):
+    def work(group):
+        model = Decoder(SHAPE, backend_for("cpu"), "float32", tensor=TensorParallel(group, invariant))
+        return levels.level_for("auto", [model], 64, 1)
+
+    assert together(2, work) == ["full"] * 2
+    for (use,), _ in little_memory:
+        assert (use.config.vocab_parts, use.gathers) == (2, invariant)
 
 
 @pytest.mark.parametrize("given, level", [("selective", "selective"), (False, "none"), ("auto", "full")])

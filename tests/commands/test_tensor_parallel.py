@@ -78,6 +78,25 @@ def test_a_dry_run_plans_one_processs_part(command, monkeypatch, capsys):
     assert capsys.readouterr().out == ""
 
 
+EVAL = ("--max_num_batched_tokens", "65536", "engine: prompts")
+SFT = ("--max_tokens_per_batch", "65536", "--gradient_checkpointing", "none", "policy: activations")
+
+
+@pytest.mark.parametrize("command, sizes", [("eval", EVAL), ("sft", SFT)])
+def test_what_ranks_gather_is_planned(command, sizes, capsys, tmp_path):
+    *options, item = sizes
+    data = tmp_path / "rows.jsonl"
+    data.write_text('{"prompt": "1+1=", "completion": "2", "answer": "2"}\n')
+
+    def planned(*more):
+        words = [command, "--dry_run", "--device", "cpu", "--data", str(data), *PAIR, *options, *more]
+        assert cukit_cli.main([*words, *(["--reward_funcs", "exact"] if command == "eval" else [])]) == 0
+        (line,) = (line for line in capsys.readouterr().out.splitlines() if line.endswith(item))
+        return float(line.split()[2])  # in GB
+
+    assert planned("--tensor_parallel_invariant", "true") > planned()
+
+
 def test_batches_of_the_decode_workload(tmp_path, capsys):
     path = tmp_path / "report.json"
     assert cukit_cli.main([*BENCH, "--batches", "2", "3", "--repeats", "1", "--output", str(path)]) == 0

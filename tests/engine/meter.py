@@ -5,6 +5,7 @@ from collections import Counter
 import numpy as np
 
 from cukit.backend import backend_for
+from cukit.parallel.group import Group
 
 cpu = backend_for("cpu")
 
@@ -12,8 +13,9 @@ cpu = backend_for("cpu")
 class Ghost:
     """An array without numbers. A view (`of`) keeps the array that it shows part of."""
 
-    def __init__(self, meter, shape, dtype, maker="", of=None):
+    def __init__(self, meter, shape, dtype, maker="", of=None, whole_rows=True):
         self.meter, self.shape, self.dtype, self.of = meter, tuple(map(int, shape)), np.dtype(dtype), of
+        self.whole_rows = whole_rows  # else it shows some columns, which a change of shape would copy
         self.size = int(np.prod(self.shape, dtype=np.int64))
         self.nbytes, self.maker = self.size * self.dtype.itemsize, maker
         if of is None:
@@ -31,6 +33,11 @@ class Ghost:
         return len(self.shape)
 
     def __getitem__(self, key):
+        if isinstance(key, tuple):
+            rows, columns = key
+            assert rows == slice(None)
+            width = len(range(*columns.indices(self.shape[1])))
+            return Ghost(self.meter, (len(self), width), self.dtype, of=self, whole_rows=False)
         if isinstance(key, slice):
             rows = len(range(*key.indices(self.shape[0])))
             return Ghost(self.meter, (rows, *self.shape[1:]), self.dtype, of=self)
@@ -40,7 +47,9 @@ class Ghost:
         pass
 
     def reshape(self, *shape):
+        assert self.whole_rows, "a copy"
         shape = shape[0] if isinstance(shape[0], tuple) else shape
+        shape = (self.size,) if shape == (-1,) else shape
         return Ghost(self.meter, shape, self.dtype, of=self)
 
     def __add__(self, other):
@@ -139,3 +148,10 @@ class Meter:
 
     def silu_mul_backward_remade(self, dy, gate_up):
         return self.silu_mul_backward(dy, gate_up), self.silu_mul_forward(gate_up)
+
+
+class GhostRanks(Group):
+    """The first of ranks that exchange nothing."""
+
+    def __init__(self, size):
+        self.size = size

@@ -7,6 +7,7 @@ from types import FunctionType, ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
+from parallel.threads import together
 
 from cukit import autograd
 from cukit.autograd import Parameter, Tensor, no_grad
@@ -19,8 +20,11 @@ from cukit.models.adapters import WAYS, Adapter, weights_in_use
 from cukit.models.attend import PackedCausal
 from cukit.models.config import LEVELS, ModelConfig
 from cukit.models.decoder import Decoder
-from cukit.ops import index_rows, linear, lm_head_logprobs, lm_head_loss
-from engine.meter import Ghost, Meter
+from cukit.models.tensor_parallel import EmbeddingOfRanks, TensorParallel
+from cukit.ops import embedding, index_rows, linear, lm_head_logprobs, lm_head_loss
+from cukit.ops import tensor_parallel as ops_of_ranks
+from cukit.parallel.group import Group
+from engine.meter import Ghost, GhostRanks, Meter
 from engine.shapes import GB, SHAPE, card, cpu
 
 SMALL = dict(
@@ -41,6 +45,8 @@ SHAPES_OF_ALL_KINDS = [
     ModelConfig(**SMALL),
 ]
 
+SHARED = [replace(config, num_attention_heads=8, num_key_value_heads=4) for config in SHAPES_OF_ALL_KINDS]
+
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
 @pytest.mark.parametrize("config", SHAPES_OF_ALL_KINDS, ids=["qwen3", "qwen2", "llama"])
@@ -60,7 +66,7 @@ def arrays_held(*tensors) -> dict[int, np.ndarray]:
     found, seen, stack = {}, set(), list(tensors)
     while stack:
         item = stack.pop()
-        if id(item) in seen or isinstance(item, (type, ModuleType, Parameter, Decoder, functools.partial)):
+        if id(item) in seen or isinstance(item, (type, ModuleType, Parameter, Decoder, Group, functools.partial)):
             continue
         seen.add(id(item))
         if isinstance(item, np.ndarray):
@@ -125,11 +131,18 @@ def test_a_frozen_product_keeps_no_input():
     assert (x.grad == 10).all() and frozen.grad is None
 
 
-def peak_of_a_backward_pass(config, level, tokens, monkeypatch) -> tuple[Meter, int]:
+def metered(monkeypatch) -> Meter:
+    """Ops take its arrays. An embedding that ranks share is a plain one: other rows come as zeros, in place."""
+    for module in (autograd, ops_of_ranks):
+        monkeypatch.setattr(module, "backend_of", lambda array: array.meter)
+    monkeypatch.setattr(EmbeddingOfRanks, "__call__", lambda self, ids: embedding(self.weight, ids))
+    return Meter()
+
+
+def peak_of_a_backward_pass(config, level, tokens, monkeypatch, tensor=None) -> tuple[Meter, int]:
     """The meter of a pass through a decoder without its head, and the bytes before it; gradients are there already."""
-    monkeypatch.setattr(autograd, "backend_of", lambda array: array.meter)
-    meter = Meter()
-    model = Decoder(config, meter, "bfloat16")
+    meter = metered(monkeypatch)
+    model = Decoder(config, meter, "bfloat16", tensor=tensor)
     model.gradient_checkpointing = level
     for parameter in model.parameters():
         parameter.grad_buffer()
@@ -150,6 +163,65 @@ def test_the_peak_of_a_backward_pass_is_the_plans(config, level, monkeypatch):
     rows = 2 * tokens * config.hidden_size * 2
     counted = tokens * (config.num_hidden_layers * layer.kept[level] + layer.again[level] + layer.passing[level])
     assert meter.peak - before == counted + rows, meter.at_peak
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("config", [*SHARED, SHAPE], ids=["qwen3", "qwen2", "llama", "qwen3-0.6b"])
+def test_the_peak_of_ranks_that_gather_is_the_plans(config, size, level, monkeypatch):
+    """tensor_parallel_invariant, to the byte; less in the other mode, where nothing is gathered."""
+    tokens, peaks = 22_784, []
+    for invariant in (True, False):
+        tensor = TensorParallel(GhostRanks(size), invariant)
+        meter, before = peak_of_a_backward_pass(config, level, tokens, monkeypatch, tensor)
+        use = ModelUse("policy", config.part_of(size), "bfloat16", gathers=invariant)
+        layer = shapes.LayerBytes.of(use.config, cpu.dtype_of("bfloat16"), np.dtype(np.float32), gathers=use.gathers)
+        counted = tokens * (config.num_hidden_layers * layer.kept[level] + layer.again[level] + layer.passing[level])
+        peaks.append((meter.peak - before, counted + 2 * tokens * config.hidden_size * 2))
+    (gathers, its_plan), (adds_up, other_plan) = peaks
+    assert gathers == its_plan, meter.at_peak
+    # of a narrow part the peak lies at the end of the model, of which the plan counts three arrays more
+    assert 0 <= adds_up - other_plan <= 3 * tokens * config.hidden_size * 2 and adds_up < gathers
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("invariant", [False, True])
+@pytest.mark.parametrize("config", SHARED, ids=["qwen3", "qwen2", "llama"])
+def test_activations_of_ranks_are_counted_as_their_tapes_hold_them(config, invariant, level):
+    """Two ranks, of numbers that they exchange."""
+    tokens, depths = 50, (2, 5)
+
+    def work(group):
+        held = []
+        for layers in depths:
+            tensor = TensorParallel(group, invariant)
+            model = Decoder(replace(config, num_hidden_layers=layers), cpu, "bfloat16", tensor=tensor)
+            model.init_weights(0)
+            model.gradient_checkpointing = level
+            ids = np.arange(tokens, dtype=np.int32)
+            hidden = model.forward(ids, ids, PackedCausal(np.array([0, tokens], np.int32)))
+            own = {id(parameter.data.base) for parameter in model.parameters()} | {id(table) for table in model._rope}
+            held.append(sum(array.nbytes for key, array in arrays_held(hidden).items() if key not in own))
+        return held
+
+    own, precise = config.part_of(2), np.dtype(np.float32)
+    layer = shapes.LayerBytes.of(own, cpu.dtype_of("bfloat16"), precise, gathers=invariant)
+    for few, many in together(2, work):
+        assert many - few == 3 * tokens * layer.kept[level]
+
+
+@pytest.mark.parametrize("size", [2, 8])
+def test_a_pass_of_the_engine_counts_what_is_gathered(size, monkeypatch):
+    tokens, meter = 1000, metered(monkeypatch)
+    model = Decoder(SHAPE, meter, "bfloat16", tensor=TensorParallel(GhostRanks(size), invariant=True))
+    ids = meter.array(np.zeros(tokens, np.int32))
+    before = meter.live
+    meter.forget_peak()
+    with no_grad():
+        model.forward(ids, ids, PackedCausal(ids))
+    uses = [ModelUse("model", SHAPE.part_of(size), "bfloat16", gathers=gathers) for gathers in (False, True)]
+    less, counted = (tokens * shapes._forward_bytes(use, np.dtype(np.float16)) for use in uses)
+    assert less < meter.peak - before <= counted < 1.2 * (meter.peak - before)
 
 
 def test_numbers_a_token_of_each_level():

@@ -134,6 +134,16 @@ def test_the_plan_is_of_a_ranks_part(monkeypatch):
     assert (logit_columns(config), logit_columns(config.part_of(2))) == (211, 2 * 211 + 106)
 
 
+def test_the_plan_has_what_ranks_gather():
+    def work(group):
+        both = [TensorParallel(group, invariant) for invariant in (False, True)]
+        models = [load_model(GOLDEN / "qwen3_tiny", dtype="float32", tensor=tensor) for tensor in both]
+        return [planned(EngineConfig(num_kv_blocks=100), model)[0].peak_bytes for model in models]
+
+    for adds_up, gathers in together(2, work):
+        assert adds_up < gathers
+
+
 def test_options_of_llm_reach_the_model(monkeypatch):
     groups = {}
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")

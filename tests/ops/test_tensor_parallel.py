@@ -92,7 +92,7 @@ def test_what_is_made_again_is_not_kept_for_a_product_of_ranks():
     def work(group):
         with remaking(True):
             y = rms_norm(x, w)
-            gathered = gather_columns(y, Columns(group, (0, 4, 8)))
+            gathered = gather_columns(y, Columns(group, (0, 4, 8)), multiplied=True)
             return copy_to_ranks(y, group).saved is y.saved, isinstance(gathered.saved, Remade)
 
     assert together(2, work) == [(True, True)] * 2
