@@ -5,11 +5,20 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import socket
 import time
+from collections import Counter
+from contextlib import suppress
 
+import psutil
+
+from ..backend import card_present
 from .config import launched_rank, num_processes
 from .group import Group
 
+logger = logging.getLogger(__name__)
+
+FEW_CORES = 4  # with fewer than that a process drives its GPU slowly
 PAUSE = 1.5  # seconds that a rank which fails leaves to the first one, to say it for all
 _found: list[Group] = []
 
@@ -44,7 +53,38 @@ def _start() -> Group:
     if group.rank:
         logging.getLogger("cukit").setLevel(logging.ERROR)
     atexit.register(group.watch.leave)  # before MPI's own end
+    warn_of_few_cores(group)
     return group
+
+
+def warn_of_few_cores(group: Group) -> None:
+    """One line by the first rank where a launcher binds a process to few cores of a host with GPUs, though it has more:
+    Open MPI's mpirun takes one each for up to two processes. Every rank calls it.
+    """
+    facts = group.gather_values((socket.gethostname(), card_present(), *usable_cores()), "start")
+    ranks = Counter(host for host, *_ in facts)
+    for rank, (host, has_card, own, of_launcher) in enumerate(facts):
+        each = of_launcher // ranks[host]
+        if group.rank == 0 and has_card and own < FEW_CORES <= each:
+            logger.warning(
+                "rank %d may use %d of %d cores, which slows it: start the run with mpirun --bind-to none "
+                "(srun: --cpus-per-task), so that %d processes share all of them",
+                *(rank, own, of_launcher, ranks[host]),
+            )
+            return
+
+
+def usable_cores() -> tuple[int, int]:
+    """(cores that this process may use, those of its launcher on this host: the nearest ancestor's that has more)."""
+    if not hasattr(os, "sched_getaffinity"):  # Linux alone tells
+        cores = os.cpu_count() or 1
+        return cores, cores
+    own = len(os.sched_getaffinity(0))
+    with suppress(psutil.Error, OSError):
+        for ancestor in psutil.Process().parents():
+            if (more := len(os.sched_getaffinity(ancestor.pid))) > own:
+                return own, more
+    return own, own
 
 
 def choose_gpu(local_rank: int) -> None:

@@ -1,7 +1,10 @@
 """Collectives of a group: sums in order of ranks, with the same bits on each; and what finds the group."""
 
+import os
 import subprocess
 import sys
+from threading import get_ident
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,7 +17,7 @@ from cukit.parallel.group import Group, shares
 from cukit.parallel.mpi import start_mpi
 
 from .launch import command, environment, needs_mpi
-from .threads import on_ranks
+from .threads import on_ranks, together
 
 SIZES = (0, 1, 2, 7, 97, 1000)
 
@@ -152,6 +155,57 @@ def test_a_process_sees_the_gpu_of_its_place(visible, rank, found, monkeypatch):
     world_module.choose_gpu(rank)
     assert world_module.os.environ["CUDA_VISIBLE_DEVICES"] == found
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible or "")
+
+
+@pytest.mark.parametrize(
+    "cores, has_card, said",
+    [
+        ([(8, 8), (1, 8)], True, "rank 1 may use 1 of 8 cores"),
+        ([(3, 64), (1, 64)], True, "rank 0 may use 3 of 64 cores"),
+        ([(4, 8), (4, 8)], True, None),  # a half each
+        ([(1, 6), (1, 6)], True, None),  # not enough for both
+        ([(1, 8), (1, 8)], False, None),
+    ],
+)
+def test_few_cores_of_many_are_said_once(cores, has_card, said, monkeypatch, caplog):
+    places = {}
+    monkeypatch.setattr(world_module, "card_present", lambda: has_card)
+    monkeypatch.setattr(world_module, "usable_cores", lambda: cores[places[get_ident()]])
+
+    def work(group):
+        places[get_ident()] = group.rank
+        world_module.warn_of_few_cores(group)
+
+    together(2, work)
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == (said is not None)
+    if said:
+        assert lines[0].startswith(said) and "mpirun --bind-to none" in lines[0] and "\n" not in lines[0]
+
+
+def test_the_world_looks_at_its_cores(monkeypatch):
+    asked, group = [], Group()
+    group.watch = SimpleNamespace(leave=None)
+    monkeypatch.setattr("cukit.parallel.mpi.start_mpi", lambda: group)
+    monkeypatch.setattr(world_module, "choose_gpu", lambda rank: None)
+    monkeypatch.setattr(world_module.atexit, "register", lambda function: None)
+    monkeypatch.setattr(world_module, "warn_of_few_cores", asked.append)
+    assert world_module._start() is group and asked == [group]
+
+
+@pytest.mark.skipif(
+    not hasattr(os, "sched_setaffinity") or len(os.sched_getaffinity(0)) < 2, reason="needs two cores, and Linux"
+)
+def test_a_process_that_is_bound_knows_what_its_launcher_may_use():
+    """Also behind a program between the two, which is bound with it."""
+    all_of_them = len(os.sched_getaffinity(0))
+    ask = "from cukit.parallel.world import usable_cores; print(*usable_cores())"
+    bound = f"import os, subprocess, sys; os.sched_setaffinity(0, [{min(os.sched_getaffinity(0))}]); "
+    between = f"subprocess.run([sys.executable, '-c', {ask!r}])"
+    assert world_module.usable_cores()[0] == all_of_them
+    for program in (bound + ask, bound + between):
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+        assert done.stdout.split() == ["1", str(all_of_them)]
 
 
 def test_the_options_ranges():
