@@ -177,7 +177,7 @@ def test_a_benchmark_holds_the_process_to_it(tmp_path):
 def test_the_evaluation_holds_the_process_to_it(monkeypatch):
     from cukit.commands import evaluate
 
-    def end(*_):
+    def end(*_, **__):
         raise ValueError("far enough")
 
     monkeypatch.setattr("cukit.models.weights.load_model", end)
