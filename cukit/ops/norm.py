@@ -27,8 +27,8 @@ def add_rms_norm(x: Tensor, residual: Tensor, w: Parameter, eps: float = 1e-6) -
 
 
 def sum_add_rms_norm(parts, residual: Tensor, w: Parameter, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
-    """add_rms_norm of x = the sum of the parts (N, T, C), N > 1, in order: of half types in float32, rounded once.
-    parts is an array: without gradients.
+    """add_rms_norm of x = the sum of the parts (N, T, C) in order: of half types in float32, rounded once. parts is an
+    array: without gradients.
     """
     y, summed, _ = residual.backend.sum_add_rms_norm_forward(parts, residual.data, w.data, eps)
     return Tensor(y), Tensor(summed)

@@ -24,7 +24,7 @@ def test_forward(rows, cols):
     check_kernel("add_rms_norm_forward", x, residual, w, 1e-6)
 
 
-@pytest.mark.parametrize("count", [2, 3, 8])
+@pytest.mark.parametrize("count", [1, 2, 3, 8])
 @pytest.mark.parametrize("rows, cols", SIZES)
 def test_forward_of_a_sum_of_parts(rows, cols, count):
     _, w, _, residual, _ = inputs(rows, cols)
@@ -109,9 +109,7 @@ def test_wrong_inputs_are_refused():
         be.rms_norm_forward(x[:, ::2], w[:8], 1e-6)
     with pytest.raises(ValueError, match=r"want \(16,\)"):
         be.rms_norm_forward(x, w[:8], 1e-6)
-    with pytest.raises(ValueError, match="does not fit 1 parts"):
-        be.sum_add_rms_norm_forward(x[None], x, w, 1e-6)
-    with pytest.raises(ValueError, match=r"residual of shape \(4, 16\) does not fit 2 parts of shape \(2, 16\)"):
+    with pytest.raises(ValueError, match=r"residual of shape \(4, 16\) does not fit parts of shape \(2, 16\)"):
         be.sum_add_rms_norm_forward(x.reshape(2, 2, 16), x, w, 1e-6)
     with pytest.raises(TypeError, match="wants float32, got float16"):
         be.rms_norm_forward(x, w.astype("float16"), 1e-6)

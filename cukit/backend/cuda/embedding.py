@@ -3,8 +3,8 @@
 first: the table is a part of one, and has the rows of ids first … first + V − 1. An id elsewhere gives a row of zeros,
 and its gradient goes nowhere.
 
-Ids are checked by callers. The NumPy shelf refuses one outside 0 … V − 1; here its row is NaN and its gradient goes
-nowhere, because to look at ids would wait for the card.
+Without first, ids are checked by callers. The NumPy shelf refuses one outside 0 … V − 1; here its row is NaN and its
+gradient goes nowhere, because to look at ids would wait for the card.
 """
 
 from .constants import source_constant

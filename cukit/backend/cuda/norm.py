@@ -38,12 +38,10 @@ def add_rms_norm_forward(x, residual, w, eps):
 
 
 def sum_add_rms_norm_forward(parts, residual, w, eps):
-    """add_rms_norm_forward of x = the sum of the parts (N, R, C), N > 1, in order: of half types in float32, rounded
-    once.
-    """
+    """add_rms_norm_forward of x = the sum of the parts (N, R, C) in order: of half types in float32, rounded once."""
     count, shape = len(parts), parts.shape[1:]
-    if count < 2 or residual.shape != shape:
-        raise ValueError(f"residual of shape {residual.shape} does not fit {count} parts of shape {shape}, two or more")
+    if residual.shape != shape:
+        raise ValueError(f"residual of shape {residual.shape} does not fit parts of shape {shape}")
     rows, cols = _rows_cols(residual, w)
     y, summed, rstd = empty(shape, parts.dtype), empty(shape, parts.dtype), empty((*shape[:-1], 1), "float32")
     load("norm", parts.dtype).sum_add_rms_norm_forward(

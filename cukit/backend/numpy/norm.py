@@ -35,9 +35,7 @@ def add_rms_norm_forward(x, residual, w, eps):
 
 
 def sum_add_rms_norm_forward(parts, residual, w, eps):
-    """add_rms_norm_forward of x = the sum of the parts (N, R, C), N > 1, in order: of half types in float32, rounded
-    once.
-    """
+    """add_rms_norm_forward of x = the sum of the parts (N, R, C) in order: of half types in float32, rounded once."""
     x = parts[0].astype(accumulator(parts.dtype))
     for part in parts[1:]:
         x += part
