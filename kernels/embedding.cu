@@ -1,32 +1,36 @@
 // Rows of a table (V, C) by ids (T,), and the sum of gradients back into the table's float gradient. No atomics: equal
-// ids are added in the order of t. An id outside 0 .. V - 1 is the caller's mistake: its row is NaN, its gradient goes
-// nowhere, and nothing outside the table is touched.
+// ids are added in the order of t. The table's rows are those of ids first .. first + V - 1. Of another id the gradient
+// goes nowhere, and nothing outside the table is touched; its row is zeros if the table is a part of one. Else such an id
+// is the caller's mistake, and its row is NaN.
 // specialise: SCALAR=bf16,f16,f32
 // arch: sm_80 sm_89 sm_90a sm_100 sm_120
 #include "common.cuh"
 
 constexpr int THREADS = 128;
 
-// y[t] = table[ids[t]]; a block a row
-extern "C" __global__ void embedding_forward(SCALAR* y, const SCALAR* table, const int* ids, int V, int C) {
-    const int id = ids[blockIdx.x];
+// y[t] = table[ids[t] - first]; a block a row
+extern "C" __global__ void embedding_forward(SCALAR* y, const SCALAR* table, const int* ids, int first, bool is_part,
+                                             int V, int C) {
+    const long long row = (long long)ids[blockIdx.x] - first;
     y += (long long)blockIdx.x * C;
-    if (id >= 0 && id < V)
-        copy_row(y, table + (long long)id * C, C, C % VECTOR == 0 && aligned16(y) && aligned16(table));
+    if (row >= 0 && row < V)
+        copy_row(y, table + row * C, C, C % VECTOR == 0 && aligned16(y) && aligned16(table));
     else
-        for (int c = threadIdx.x; c < C; c += blockDim.x) y[c] = from_float<SCALAR>(NAN_FLOAT);
+        for (int c = threadIdx.x; c < C; c += blockDim.x) y[c] = from_float<SCALAR>(is_part ? 0.0f : NAN_FLOAT);
 }
 
-// dtable[id] += the sum of dy[t] over the t with ids[t] == id. Block (t, part of the columns), THREADS · VECTOR columns
-// a part: the block of an id's first t does the id, the others leave. Every block reads ids (T), which is cheap (64 KB
-// at T = 16,384, from L1) next to a sort and needs neither memory nor a wait for the host.
+// dtable[id - first] += the sum of dy[t] over the t with ids[t] == id. Block (t, part of the columns), THREADS · VECTOR
+// columns a part: the block of an id's first t does the id, the others leave. Every block reads ids (T), which is cheap
+// (64 KB at T = 16,384, from L1) next to a sort and needs neither memory nor a wait for the host.
 extern "C" __global__ void __launch_bounds__(THREADS)
-embedding_backward(float* dtable, const SCALAR* __restrict__ dy, const int* __restrict__ ids, int T, int V, int C) {
+embedding_backward(float* dtable, const SCALAR* __restrict__ dy, const int* __restrict__ ids, int first, int T, int V,
+                   int C) {
     constexpr int EACH = 4, TILE = THREADS * EACH, WARPS = THREADS / WARP;
     __shared__ int matches[TILE];
     __shared__ int warp_counts[WARPS];
     const int leader = blockIdx.x, id = ids[leader], thread = threadIdx.x, lane = thread % WARP, warp = thread / WARP;
-    if (id < 0 || id >= V) return;
+    const long long table_row = (long long)id - first;
+    if (table_row < 0 || table_row >= V) return;
     for (int base = 0; base < leader; base += TILE) {
         bool earlier = false;
         for (int k = 0; k < EACH; k++) {
@@ -87,5 +91,5 @@ embedding_backward(float* dtable, const SCALAR* __restrict__ dy, const int* __re
     }
 #pragma unroll
     for (int i = 0; i < VECTOR; i++)
-        if (col + i < C) dtable[(long long)id * C + col + i] += sum[i];
+        if (col + i < C) dtable[table_row * C + col + i] += sum[i];
 }

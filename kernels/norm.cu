@@ -1,24 +1,50 @@
 // RMSNorm over the rows of x (R, C): y = x · rstd · w, rstd = 1 / sqrt(mean(x²) + eps); w (C,) and rstd (R,) are float.
-// Forward: a block a row, alone or after the residual addition (one code, one set of bits). Backward: dx like x, each
-// block going through rows blockIdx.x, + gridDim.x, …; it sums its share of dw in shared memory and writes it to
-// dw_partial (gridDim.x, C), which column_sum_add adds up in a fixed order: no atomics. Thread t owns the columns
-// t·VECTOR … + VECTOR - 1, + blockDim.x·VECTOR, …; the block size comes from C alone (cukit/backend/cuda/norm.py), so a
-// row's bits do not depend on how many rows there are, nor on alignment. The column sums also serve the gradients of
-// biases.
+// Forward: a block a row, alone, after the residual addition, or after that of a sum of parts (one code, one set of
+// bits). Backward: dx like x, each block going through rows blockIdx.x, + gridDim.x, …; it sums its share of dw in
+// shared memory and writes it to dw_partial (gridDim.x, C), which column_sum_add adds up in a fixed order: no atomics.
+// Thread t owns the columns t·VECTOR … + VECTOR - 1, + blockDim.x·VECTOR, …; the block size comes from C alone
+// (cukit/backend/cuda/norm.py), so a row's bits do not depend on how many rows there are, nor on alignment. The column
+// sums also serve the gradients of biases.
 // specialise: SCALAR=bf16,f16,f32
 // arch: sm_80 sm_89 sm_90a sm_100 sm_120
 #include "common.cuh"
 
 constexpr int MAX_THREADS = 512;
 
+// What is normalised: x; x + residual; or the latter where x is a sum of parts (count, R, C), rounded as it is stored
+enum Input { ALONE, ADDED, PARTS };
+
+// Where the parts of a row lie: part i is x + i · stride
+struct Parts {
+    int count;
+    long long stride;
+};
+
+// a + b as NCCL, CuPy and NumPy add: subnormal numbers count, whatever -ftz says
+__device__ inline float add_subnormal(float a, float b) {
+    float sum;
+    asm("add.rn.f32 %0, %1, %2;" : "=f"(sum) : "f"(a), "f"(b));
+    return sum;
+}
+
 // x (+ residual, the sum rounded and stored) of one chunk
-template <bool ADD>
-__device__ inline void load_summed(float (&value)[VECTOR], SCALAR* summed, const SCALAR* x, const SCALAR* residual,
-                                   int c, int C, bool vectorised) {
+template <Input INPUT>
+__device__ inline void load_summed(float (&value)[VECTOR], SCALAR* summed, const SCALAR* x, Parts parts,
+                                   const SCALAR* residual, int c, int C, bool vectorised) {
     load_floats(value, x, c, C, vectorised);
-    if (ADD) {
-        float other[VECTOR];
+    if (INPUT != ALONE) {
+        float other[VECTOR], next[VECTOR];
         load_floats(other, residual, c, C, vectorised);
+        if (INPUT == PARTS) {
+#pragma unroll 2  // 4 would spill
+            for (int part = 1; part < parts.count; part++) {
+                load_floats(next, x + part * parts.stride, c, C, vectorised);
+#pragma unroll
+                for (int i = 0; i < VECTOR; i++) value[i] = add_subnormal(value[i], next[i]);
+            }
+#pragma unroll
+            for (int i = 0; i < VECTOR; i++) value[i] = rounded<SCALAR>(value[i]);
+        }
 #pragma unroll
         for (int i = 0; i < VECTOR; i++) value[i] = rounded<SCALAR>(value[i] + other[i]);
         store_floats(summed, value, c, C, vectorised);
@@ -34,27 +60,27 @@ __device__ inline void store_normalised(SCALAR* y, float (&value)[VECTOR], const
     store_floats(y, value, c, C, vectorised);
 }
 
-template <bool ADD>
-__device__ inline void norm_row(SCALAR* y, SCALAR* summed, float* rstd, const SCALAR* x, const SCALAR* residual,
-                                const float* w, int C, float eps) {
+template <Input INPUT>
+__device__ inline void norm_row(SCALAR* y, SCALAR* summed, float* rstd, const SCALAR* x, Parts parts,
+                                const SCALAR* residual, const float* w, int C, float eps) {
     __shared__ Wide scratch[WARP];
     const bool vectorised = C % VECTOR == 0 && aligned16(y) && aligned16(x) && aligned16(w) && aligned16(summed) &&
                             aligned16(residual);
     const long long start = (long long)blockIdx.x * C;
     const int first = threadIdx.x * VECTOR, step = blockDim.x * VECTOR;
     y += start, x += start;
-    if (ADD) summed += start, residual += start;
+    if (INPUT != ALONE) summed += start, residual += start;
 
     float kept[VECTOR];  // the thread's first chunk stays in registers; of a wider row the rest is read again
     Wide squares = 0;
     if (first < C) {
-        load_summed<ADD>(kept, summed, x, residual, first, C, vectorised);
+        load_summed<INPUT>(kept, summed, x, parts, residual, first, C, vectorised);
 #pragma unroll
         for (int i = 0; i < VECTOR; i++) squares = fma(Wide(kept[i]), Wide(kept[i]), squares);
     }
     for (int c = first + step; c < C; c += step) {
         float value[VECTOR];
-        load_summed<ADD>(value, summed, x, residual, c, C, vectorised);
+        load_summed<INPUT>(value, summed, x, parts, residual, c, C, vectorised);
 #pragma unroll
         for (int i = 0; i < VECTOR; i++) squares = fma(Wide(value[i]), Wide(value[i]), squares);
     }
@@ -63,20 +89,27 @@ __device__ inline void norm_row(SCALAR* y, SCALAR* summed, float* rstd, const SC
     if (first < C) store_normalised(y, kept, w, inverse, first, C, vectorised);
     for (int c = first + step; c < C; c += step) {
         float value[VECTOR];
-        load_floats(value, ADD ? summed : x, c, C, vectorised);
+        load_floats(value, INPUT == ALONE ? x : summed, c, C, vectorised);
         store_normalised(y, value, w, inverse, c, C, vectorised);
     }
 }
 
 extern "C" __global__ void __launch_bounds__(MAX_THREADS)
 rms_norm_forward(SCALAR* y, float* rstd, const SCALAR* x, const float* w, int C, float eps) {
-    norm_row<false>(y, nullptr, rstd, x, nullptr, w, C, eps);
+    norm_row<ALONE>(y, nullptr, rstd, x, {}, nullptr, w, C, eps);
 }
 
 extern "C" __global__ void __launch_bounds__(MAX_THREADS)
 add_rms_norm_forward(SCALAR* y, SCALAR* summed, float* rstd, const SCALAR* x, const SCALAR* residual, const float* w,
                      int C, float eps) {
-    norm_row<true>(y, summed, rstd, x, residual, w, C, eps);
+    norm_row<ADDED>(y, summed, rstd, x, {}, residual, w, C, eps);
+}
+
+// x = the sum in order of the parts (count, R, C): the bits of add_rms_norm_forward after that sum was stored
+extern "C" __global__ void __launch_bounds__(MAX_THREADS)
+sum_add_rms_norm_forward(SCALAR* y, SCALAR* summed, float* rstd, const SCALAR* parts, int count, const SCALAR* residual,
+                         const float* w, int R, int C, float eps) {
+    norm_row<PARTS>(y, summed, rstd, parts, {count, (long long)R * C}, residual, w, C, eps);
 }
 
 // dsummed (R, C) or null is added to dx after dx was rounded, as NumPy does. dw_partial may be null. y (R, C) or null:

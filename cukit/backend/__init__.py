@@ -64,6 +64,7 @@ CONTRACT = {
         "add_rms_norm_forward",
         "rms_norm_backward",
         "rms_norm_forward",
+        "sum_add_rms_norm_forward",
     ),
     "optimizer": ("adamw_step", "adamw_step_blocks", "store_weights", "sum_in_order", "sums_of_squares"),
     "paged_attention": (

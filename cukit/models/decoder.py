@@ -35,11 +35,12 @@ class Attention(Module):
         self.q_norm = RMSNorm(backend, dtype, config.head_dim, config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(backend, dtype, config.head_dim, config.rms_norm_eps) if config.qk_norm else None
 
-    def __call__(self, x, positions, attend, rope):
+    def attended(self, x, positions, attend, rope):
+        """All but the last product: (T, C) -> (T, H·D)."""
         config, weights = self.config, (self.q_norm.weight, self.k_norm.weight) if self.q_norm else (None, None)
         sizes = config.num_attention_heads, config.num_key_value_heads, config.rms_norm_eps
         turn = Turn(*weights, *rope, positions, *sizes)
-        return self.o_proj(attend(self.layer_index, self.qkv_proj(x), turn))
+        return attend(self.layer_index, self.qkv_proj(x), turn)
 
 
 class MLP(Module):
@@ -72,9 +73,8 @@ class Layer(Module):
         """h = input_layernorm(residual), both (T, C) -> (x (T, F), residual'); down_proj(x) + residual' is the next
         residual stream.
         """
-        norm = self.post_attention_layernorm
-        h = self.self_attn(h, positions, attend, rope)
-        h, residual = add_rms_norm(h, residual, norm.weight, norm.eps)
+        x = self.self_attn.attended(h, positions, attend, rope)
+        h, residual = self.self_attn.o_proj.add_norm(x, residual, self.post_attention_layernorm)
         return self.mlp.gated(h), residual
 
 
@@ -144,10 +144,11 @@ class Decoder(Module):
                 x, residual = recompute(block, self._layer_parameters[index], h, residual)
             else:
                 x, residual = block(h, residual)
-            x = layer.mlp.down_proj(x)
-            if around is not None:
-                x = around.leave(index, x)
-            h, residual = add_rms_norm(x, residual, next_norm.weight, next_norm.eps)
+            if around is None:
+                h, residual = layer.mlp.down_proj.add_norm(x, residual, next_norm)
+            else:
+                x = around.leave(index, layer.mlp.down_proj(x))
+                h, residual = add_rms_norm(x, residual, next_norm.weight, next_norm.eps)
         if around is not None:
             around.end()
         return h

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 import numpy as np
 
 from ..autograd import Parameter, Tensor
-from ..ops import embedding, linear, rms_norm
+from ..ops import add_rms_norm, embedding, linear, rms_norm
 from .row_adapters import adapter_at
 from .store import Declared
 
@@ -99,6 +99,10 @@ class Linear(Module):
             return y
         adapter = adapter_at(self)
         return self.plain(x) if adapter is None else adapter(x, self)
+
+    def add_norm(self, x, residual, norm: "RMSNorm") -> tuple[Tensor, Tensor]:
+        """The end of a half of a layer: (norm(y + residual), y + residual) of the layer's output y."""
+        return add_rms_norm(self(x), residual, norm.weight, norm.eps)
 
     def plain(self, x):
         """The product without an adapter."""

@@ -15,7 +15,14 @@ from typing import Any
 
 import numpy as np
 
-from ..ops.tensor_parallel import Columns, copy_to_ranks, embedding_of_ranks, gather_columns, sum_over_ranks
+from ..ops.tensor_parallel import (
+    Columns,
+    add_rms_norm_over_ranks,
+    copy_to_ranks,
+    embedding_of_ranks,
+    gather_columns,
+    sum_over_ranks,
+)
 from .config import ModelConfig
 from .modules import Embedding, Linear
 
@@ -131,6 +138,9 @@ class ByColumns(Linear):
 
     def __call__(self, x):
         return sum_over_ranks(super().__call__(x), self._ranks)
+
+    def add_norm(self, x, residual, norm):
+        return add_rms_norm_over_ranks(super().__call__(x), residual, norm.weight, norm.eps, self._ranks)
 
 
 class Gathered(Linear):

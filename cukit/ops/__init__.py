@@ -9,7 +9,7 @@ from .elementwise import clip, exp, index_rows, log, log_sigmoid, maximum, minim
 from .embedding import embedding
 from .linear import linear
 from .loss import lm_head_logprobs, lm_head_loss, token_logprobs
-from .norm import add_rms_norm, rms_norm
+from .norm import add_rms_norm, rms_norm, sum_add_rms_norm
 from .policy_loss import policy_loss
 from .ppo_loss import ppo_loss
 from .rope import qk_norm_rope
@@ -38,6 +38,7 @@ __all__ = [
     "rms_norm",
     "score",
     "silu_mul",
+    "sum_add_rms_norm",
     "token_logprobs",
     "where",
 ]

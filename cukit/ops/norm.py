@@ -26,6 +26,14 @@ def add_rms_norm(x: Tensor, residual: Tensor, w: Parameter, eps: float = 1e-6) -
     return record((y, summed), (x, residual, w), rule, (again,))
 
 
+def sum_add_rms_norm(parts, residual: Tensor, w: Parameter, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
+    """add_rms_norm of x = the sum of the parts (N, T, C) in order: of half types in float32, rounded once. parts is an
+    array: without gradients.
+    """
+    y, summed, _ = residual.backend.sum_add_rms_norm_forward(parts, residual.data, w.data, eps)
+    return Tensor(y), Tensor(summed)
+
+
 def _backward(x, w: Parameter, rstd, eps):
     """The Remade of y = rms_norm(x), and the function (dy, dx or None) -> dx + what comes through the norm, which gives
     y to what waits for it.

@@ -8,8 +8,12 @@ arrays' device (parallel/group.py). What every rank holds has the same bits on e
 from dataclasses import dataclass
 from typing import Any
 
-from ..autograd import Parameter, Remade, Tensor, record
+from ..autograd import Parameter, Remade, Tensor, is_recording, record
 from ..backend import backend_of
+from .embedding import embedding
+from .norm import add_rms_norm, sum_add_rms_norm
+
+MOST_PARTS = 1 << 22  # bytes of all ranks' parts up to which each rank gets all of them, and adds them up as it goes on
 
 
 def add_up(array, ranks, what: str = "sum of a layer"):
@@ -27,7 +31,14 @@ class Columns:
 
     def gather(self, own, what: str = "columns of a layer"):
         """The whole array, of which each rank gives its own columns (T, N_r)."""
-        be, (tokens, _), borders, rank = backend_of(own), own.shape, self.borders, self.ranks.rank
+        be, (tokens, columns), borders, rank = backend_of(own), own.shape, self.borders, self.ranks.rank
+        if all(b - a == columns for a, b in zip(borders, borders[1:])):
+            parts = self.ranks.all_parts(own, what)
+            if tokens == 1:
+                return parts.reshape(1, borders[-1])
+            whole = be.empty((tokens, len(parts), columns), own.dtype)
+            whole[...] = parts.swapaxes(0, 1)
+            return whole.reshape(tokens, borders[-1])
         flat = be.empty((tokens * borders[-1],), own.dtype)
         places = [tokens * border for border in borders]
         flat[places[rank] : places[rank + 1]] = own.reshape(-1)
@@ -67,9 +78,20 @@ def copy_to_ranks(x: Tensor, ranks) -> Tensor:
     return record(x.data, (x,), lambda dy: (add_up(dy, ranks, "gradient of a layer"),), remade)
 
 
-def sum_over_ranks(x: Tensor, ranks) -> Tensor:
+def sum_over_ranks(x: Tensor, ranks, what: str = "sum of a layer") -> Tensor:
     """y = Σ x over the ranks, in x's memory; every rank holds y and its whole gradient, so that dx = dy."""
-    return record(add_up(x.data, ranks), (x,), lambda dy: (dy,))
+    return record(add_up(x.data, ranks, what), (x,), lambda dy: (dy,))
+
+
+def add_rms_norm_over_ranks(x: Tensor, residual: Tensor, w: Parameter, eps: float, ranks) -> tuple[Tensor, Tensor]:
+    """add_rms_norm of Σ x over the ranks: the step between two blocks.
+
+    Where nothing is recorded, and x is small, each rank gets every rank's x, which takes half of the steps of a sum,
+    and one kernel does the rest. The bits are the same.
+    """
+    if is_recording() or ranks.size * x.data.nbytes > MOST_PARTS:
+        return add_rms_norm(sum_over_ranks(x, ranks), residual, w, eps)
+    return sum_add_rms_norm(ranks.all_parts(x.data, "sum of a layer"), residual, w, eps)
 
 
 def gather_columns(x: Tensor, columns: Columns, multiplied: bool = False) -> Tensor:
@@ -95,22 +117,4 @@ def embedding_of_ranks(table: Parameter, ids, first: int, ranks) -> Tensor:
 
     A row is one rank's, and zeros are added to it.
     """
-    be, rows = table.backend, table.shape[0]
-    places = ids - first
-    here = (places >= 0) & (places < rows)
-    places %= rows  # of rows elsewhere any will do, and many different ones are added to faster than one
-
-    def rule(dy):
-        if (dtable := table.grad_buffer()) is not None:
-            be.embedding_backward(dtable, _only(dy.copy(), here), places)
-        return (None,)
-
-    found = _only(be.embedding_forward(table.data, places), here)
-    return record(add_up(found, ranks, "embedding"), (table,), rule)
-
-
-def _only(array, rows):
-    """The array with zeros but for the marked rows, whatever stood there."""
-    bits = array.view(f"u{array.itemsize}")
-    bits *= rows.astype(bits.dtype)[:, None]
-    return array
+    return sum_over_ranks(embedding(table, ids, first), ranks, "embedding")

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+from ..backend import backend_of
+
 SMALL = 1 << 20  # bytes of a sum up to which each rank gets all arrays in one exchange, and adds them up itself
 CHUNK = 1 << 25  # elements that are exchanged at a time: what a sum takes besides, 128 MiB of float32
 
@@ -37,6 +39,10 @@ class Group:
         """Fill a one-dimensional array of which each rank holds its own part: borders[rank] … borders[rank + 1] − 1
         (default: its share).
         """
+
+    def all_parts(self, array: Any, what: str = "all_parts") -> Any:
+        """(size, …): the array of each rank, in their order; memory of its own where there are several."""
+        return array.reshape(1, *array.shape)
 
     def broadcast(self, array: Any, root: int = 0, what: str = "broadcast") -> None:
         """array = the root's."""
@@ -107,16 +113,10 @@ class RankedGroup(Group):
     @abstractmethod
     def _empty_like(self, array: Any) -> Any: ...
 
-    def _all_parts(self, array: Any, what: str) -> Sequence[Any]:
-        """The array of each rank, in their order."""
-        found = [array if rank == self.rank else self._empty_like(array) for rank in range(self.size)]
-        self._swap([array] * self.size, found, what)
-        return found
-
     def all_reduce(self, array: Any, what: str = "all_reduce", fast: bool = False) -> None:
         flat = flat_view(array)
         if not fast and flat.nbytes <= SMALL and self.size > 1:
-            flat[...] = _in_order(self._all_parts(flat, what)) if flat.size else 0
+            flat[...] = _in_order(self.all_parts(flat, what)) if flat.size else 0
             return
         for start in range(0, flat.size, CHUNK):
             part = flat[start : start + CHUNK]
@@ -144,3 +144,9 @@ class RankedGroup(Group):
         borders = shares(array.size, self.size) if borders is None else borders
         parts = [flat_view(array)[a:b] for a, b in zip(borders, borders[1:])]
         self._swap([parts[self.rank]] * self.size, parts, what)
+
+    def all_parts(self, array: Any, what: str = "all_parts") -> Any:
+        parts = backend_of(array).empty((self.size, *array.shape), array.dtype)
+        parts[self.rank] = array
+        self._swap([array] * self.size, list(parts), what)
+        return parts

@@ -43,6 +43,9 @@ class NCCLGroup(RankedGroup):
         else:
             super().all_gather(array, borders, what)
 
+    def all_parts(self, array: Any, what: str = "all_parts") -> Any:
+        return self._link.all_parts(array).reshape(self.size, *array.shape)
+
     def beside(self) -> AbstractContextManager[None]:
         return self._link.beside()
 
@@ -66,6 +69,3 @@ class NCCLGroup(RankedGroup):
 
     def _empty_like(self, array: Any) -> Any:
         return self._link.empty_like(array)
-
-    def _all_parts(self, array: Any, what: str) -> Sequence[Any]:
-        return self._link.all_parts(array)

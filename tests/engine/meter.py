@@ -89,10 +89,10 @@ class Meter:
     def array(self, host, dtype=None):
         return Ghost(self, np.shape(host), dtype or host.dtype, "array")
 
-    def embedding_forward(self, table, ids):
+    def embedding_forward(self, table, ids, first=None):
         return Ghost(self, (len(ids), table.shape[1]), table.dtype, "embedding")
 
-    def embedding_backward(self, dtable, dy, ids):
+    def embedding_backward(self, dtable, dy, ids, first=None):
         pass
 
     def linear_forward(self, x, w, bias=None):

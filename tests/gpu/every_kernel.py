@@ -168,6 +168,17 @@ def quantized(dtype):
             be.quantized_linear_forward(x, q, scale, y[0].copy(), y)
 
 
+def ranks(dtype):
+    """What ranks that share a model launch besides."""
+    be = backend_for("cuda")
+    for count, rows, cols in ((2, 3, 13), (3, 5, 64), (2, 2, 4104)):
+        parts = be.array(normal(count, rows, cols).astype(be.dtype_of(dtype)))
+        be.sum_add_rms_norm_forward(parts, parts[0], be.array(statistics(cols)), 1e-6)
+        ids = be.array(np.array([9, 5, 4, 0, 5], np.int32)[:rows])
+        be.embedding_forward(parts[0], ids, 4)
+        be.embedding_backward(be.zeros((rows, cols), "float32"), parts[1], ids, 4)
+
+
 def returns_and_ppo_loss():
     be = backend_for("cuda")
     columns = [be.array(statistics(113, seed=s)) for s in range(9)]
@@ -227,6 +238,7 @@ def main():
             scores(dtype)
             filters(dtype)
             strays(dtype)
+            ranks(dtype)
         if "attention" in parts:
             for heads, kv_heads, dim in ((2, 1, 64), (7, 1, 128), (2, 2, 20), (2, 1, 132)):
                 attention(dtype, heads, kv_heads, dim, [70, 1, 300])

@@ -29,6 +29,34 @@ def test_against_numpy(tokens, vocab_size, cols):
     check_kernel("embedding_backward", Sum(statistics(vocab_size, cols)), normal(tokens, cols), ids)
 
 
+@pytest.mark.parametrize(
+    "tokens, first, vocab_size, cols",
+    [(1, 3, 5, 8), (17, 0, 3, 13), (0, 2, 4, 8), (1100, 25, 50, 24), (40, 7, 7, 2560), (4099, 600, 1000, 1000)],
+)
+def test_a_part_of_a_table_against_numpy(tokens, first, vocab_size, cols):
+    ids = np.random.default_rng(tokens).integers(0, first + 2 * vocab_size, tokens).astype(np.int32)
+    check_kernel("embedding_forward", normal(vocab_size, cols), ids, first)
+    check_kernel("embedding_backward", Sum(statistics(vocab_size, cols)), normal(tokens, cols), ids, first)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("cols", [8, 13, 3000])
+def test_a_part_has_the_bits_of_its_rows_of_the_whole(cols, dtype):
+    """And zeros for ids elsewhere, whose gradients leave no trace, however far they are."""
+    be = backend_for("cuda")
+    ids = be.array(np.array([4, 0, 6, 3, 9, 4, 5, 4, 2**31 - 1, -(2**31), -1, 3], np.int32))
+    table, dy = (normal(rows, cols, seed=rows).astype(be.dtype_of(dtype)) for rows in (7, 12))
+    whole, whole_gradient = be.to_numpy(be.embedding_forward(be.array(table), ids)), be.zeros((7, cols), "float32")
+    be.embedding_backward(whole_gradient, be.array(dy), ids)
+    part, gradient = be.array(table[3:6]), be.zeros((3, cols), "float32")
+    here = np.isin(be.to_numpy(ids), (3, 4, 5))
+    dy[~here] = np.nan
+    found = be.to_numpy(be.embedding_forward(part, ids, 3))
+    assert found[here].tobytes() == whole[here].tobytes() and not found[~here].view(np.uint8).any()
+    be.embedding_backward(gradient, be.array(dy), ids, 3)
+    assert be.to_numpy(gradient).tobytes() == be.to_numpy(whole_gradient)[3:6].tobytes()
+
+
 def test_one_id_far_more_often_than_the_rest():
     ids = np.where(np.arange(9000) % 10, 3, np.arange(9000) % 97).astype(np.int32)
     check_kernel("embedding_backward", Sum(np.zeros((97, 128), np.float32)), normal(9000, 128), ids)

@@ -24,6 +24,30 @@ def test_forward(rows, cols):
     check_kernel("add_rms_norm_forward", x, residual, w, 1e-6)
 
 
+@pytest.mark.parametrize("count", [1, 2, 3, 8])
+@pytest.mark.parametrize("rows, cols", SIZES)
+def test_forward_of_a_sum_of_parts(rows, cols, count):
+    _, w, _, residual, _ = inputs(rows, cols)
+    check_kernel("sum_add_rms_norm_forward", normal(count, rows, cols), residual, w, 1e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("scale", [1.0, 2.0**-125])
+@pytest.mark.parametrize("count", [2, 3, 8])
+@pytest.mark.parametrize("rows, cols", SIZES)
+def test_a_sum_of_parts_has_the_bits_of_the_sum_and_the_norm_apart(rows, cols, count, scale, dtype):
+    """The sum is that of groups of ranks: in order, in float32, rounded once; subnormal numbers count in it."""
+    be = backend_for("cuda")
+    parts = (normal(count, rows, cols) * scale * 2.0 ** np.arange(count)[:, None, None]).astype(be.dtype_of(dtype))
+    residual = be.array((normal(rows, cols, seed=2) * scale).astype(parts.dtype))
+    w, total = be.array(statistics(cols, around=1, scale=0.1)), parts[0].astype(np.float32)
+    for part in parts[1:]:
+        total = total + part.astype(np.float32)
+    apart = be.add_rms_norm_forward(be.array(total.astype(parts.dtype)), residual, w, 1e-6)
+    for found, right in zip(be.sum_add_rms_norm_forward(be.array(parts), residual, w, 1e-6), apart, strict=True):
+        assert found.dtype == right.dtype and be.to_numpy(found).tobytes() == be.to_numpy(right).tobytes()
+
+
 @pytest.mark.parametrize("rows, cols", [*SIZES, (3001, 64)])
 def test_backward(rows, cols):
     x, w, rstd, dy, dsummed = inputs(rows, cols)
@@ -85,6 +109,8 @@ def test_wrong_inputs_are_refused():
         be.rms_norm_forward(x[:, ::2], w[:8], 1e-6)
     with pytest.raises(ValueError, match=r"want \(16,\)"):
         be.rms_norm_forward(x, w[:8], 1e-6)
+    with pytest.raises(ValueError, match=r"residual of shape \(4, 16\) does not fit parts of shape \(2, 16\)"):
+        be.sum_add_rms_norm_forward(x.reshape(2, 2, 16), x, w, 1e-6)
     with pytest.raises(TypeError, match="wants float32, got float16"):
         be.rms_norm_forward(x, w.astype("float16"), 1e-6)
     with pytest.raises(ValueError, match="no float64 kernel"):

@@ -1,5 +1,6 @@
 """Models that ranks share, on threads as ranks: the numbers are those of one rank, and so are the files."""
 
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -7,7 +8,7 @@ import pytest
 from parallel import in_order
 from parallel.threads import together
 
-from cukit.autograd import Tensor
+from cukit.autograd import Tensor, no_grad
 from cukit.backend import backend_for
 from cukit.models import weights
 from cukit.models.adapter_config import AdapterConfig
@@ -15,7 +16,7 @@ from cukit.models.adapter_files import save_adapter
 from cukit.models.adapters import Adapter
 from cukit.models.config import ModelConfig
 from cukit.models.decoder import Decoder
-from cukit.models.logprobs import target_logprobs
+from cukit.models.logprobs import pack, target_logprobs
 from cukit.models.scores import sequence_scores
 from cukit.models.tensor_parallel import TensorParallel
 from cukit.models.weights import load_model, save_model, whole_model, whole_parts
@@ -84,6 +85,33 @@ def test_logprobs_and_gradients_are_those_of_one_rank(size, kind, invariant, lev
     assert found[0][2].keys() == truth[2].keys()
     for name, right in truth[2].items():
         assert np.abs(found[0][2][name] - right).max() <= 1e-12 * norm, name
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_pass_that_records_nothing_has_the_bits_of_one_that_does(size, dtype):
+    """Its layers exchange parts: the only sum is the embedding's."""
+
+    def work(group):
+        model, calls = model_of(TensorParallel(group), dtype=dtype), Counter()
+        for name in ("all_reduce", "all_parts"):
+            setattr(group, name, counted(calls, name, getattr(group, name)))
+        with no_grad():
+            found = model.forward(*pack(model, SEQUENCES)).data
+        return found, model.forward(*pack(model, SEQUENCES)).data, calls
+
+    for plain, recorded, calls in together(size, work):
+        assert plain.tobytes() == recorded.tobytes()
+        # a small sum is an exchange of parts too: all of the pass that records, and an embedding's
+        assert calls == {"all_reduce": 1 + 1 + 4, "all_parts": (1 + 4) + (1 + 4)}
+
+
+def counted(calls, name, function):
+    def call(*given, **more):
+        calls[name] += 1
+        return function(*given, **more)
+
+    return call
 
 
 def test_logits_have_a_gradient():

@@ -4,11 +4,13 @@ import numpy as np
 import pytest
 from parallel.threads import together
 
-from cukit.autograd import Parameter, Remade, Tensor, backward, remaking
+from cukit.autograd import Parameter, Remade, Tensor, backward, no_grad, remaking
 from cukit.backend import backend_for
-from cukit.ops import linear, rms_norm
+from cukit.ops import add_rms_norm, linear, rms_norm
+from cukit.ops import tensor_parallel as tensor_parallel_module
 from cukit.ops.tensor_parallel import (
     Columns,
+    add_rms_norm_over_ranks,
     add_up,
     copy_to_ranks,
     embedding_of_ranks,
@@ -34,6 +36,43 @@ def test_a_sum_has_the_same_bits_either_way_and_half_types_are_rounded_once(dtyp
     truth = ((parts[0].astype(wide) + parts[1].astype(wide)) + parts[2].astype(wide)).astype(dtype)
     for one in (*small, *large):
         np.testing.assert_array_equal(one, truth)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: np.dtype(dtype).name)
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_sum_and_a_norm_have_the_same_bits_in_one_step_and_in_two(size, dtype, monkeypatch):
+    """One step: each rank gets the parts, where nothing is recorded and they are small."""
+    parts, residual = [(drawn(rank, 5, 7) * 3.0**rank).astype(dtype) for rank in range(size)], drawn(9, 5, 7)
+    w = Parameter(drawn(8, 7).astype(np.float64 if dtype == np.float64 else np.float32))
+
+    def work(group):
+        sums = []
+        all_reduce = group.all_reduce
+        group.all_reduce = lambda *given: (sums.append(1), all_reduce(*given))
+        own, rest = (Tensor(array.astype(dtype)) for array in (parts[group.rank], residual))
+        return *(one.data for one in add_rms_norm_over_ranks(own, rest, w, 1e-5, group)), len(sums)
+
+    recorded = together(size, work)
+    with monkeypatch.context() as patch:
+        patch.setattr(tensor_parallel_module, "MOST_PARTS", size * parts[0].nbytes - 1)
+        large = together(size, within(no_grad, work))
+    small = together(size, within(no_grad, work))
+    assert [found[0][2] for found in (recorded, large, small)] == [1, 1, 0]
+    total = sum(part.astype(w.dtype) for part in parts).astype(dtype)
+    truth = [one.data for one in add_rms_norm(Tensor(total), Tensor(residual.astype(dtype)), w, 1e-5)]
+    for found in (*recorded, *large, *small):
+        for one, right in zip(found, truth):
+            assert one.dtype == right.dtype and one.tobytes() == right.tobytes()
+
+
+def within(context, work):
+    """The work of a rank inside a context of its thread."""
+
+    def inside(group):
+        with context():
+            return work(group)
+
+    return inside
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 5])

@@ -269,6 +269,8 @@ g.all_gather(array, borders)
 assert array.min() == 1 and array[-1] == g.size
 found = g.gather_values({"rank": g.rank, "much": b"x" * (10_000 * g.rank)})
 assert [one["rank"] for one in found] == list(range(g.size)) and len(found[-1]["much"]) == 10_000 * (g.size - 1)
+found = g.all_parts(np.full((2, 3), g.rank, ml_dtypes.bfloat16))
+assert found.shape == (g.size, 2, 3) and (found == np.arange(g.size)[:, None, None]).all()
 g.barrier()
 g.all_reduce(np.zeros(0, np.float32))
 try:

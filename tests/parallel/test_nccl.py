@@ -205,6 +205,8 @@ def test_parts_are_gathered_and_arrays_broadcast(borders, library):
         group.all_gather(array, borders)
         other = device(np.full((2, 3), group.rank, np.float16))
         group.broadcast(other, root=2)
+        parts = group.all_parts(device(np.full((2, 3), group.rank, np.float16)))
+        assert parts.shape == (3, 2, 3) and (parts == np.arange(3)[:, None, None]).all()
         group.barrier()
         return array.tolist(), other.min(), group.gather_values(group.rank)
 

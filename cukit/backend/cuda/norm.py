@@ -37,6 +37,19 @@ def add_rms_norm_forward(x, residual, w, eps):
     return y, summed, rstd
 
 
+def sum_add_rms_norm_forward(parts, residual, w, eps):
+    """add_rms_norm_forward of x = the sum of the parts (N, R, C) in order: of half types in float32, rounded once."""
+    count, shape = len(parts), parts.shape[1:]
+    if residual.shape != shape:
+        raise ValueError(f"residual of shape {residual.shape} does not fit parts of shape {shape}")
+    rows, cols = _rows_cols(residual, w)
+    y, summed, rstd = empty(shape, parts.dtype), empty(shape, parts.dtype), empty((*shape[:-1], 1), "float32")
+    load("norm", parts.dtype).sum_add_rms_norm_forward(
+        rows, _threads(residual), y, summed, rstd, parts, count, residual, w, rows, cols, eps
+    )
+    return y, summed, rstd
+
+
 def add_rms_norm_backward(dw, dy, dsummed, summed, w, rstd):
     """The gradient of both x and residual: dsummed (or None) + what comes through the norm."""
     return _backward(dw, dy, dsummed, summed, w, rstd, None)

@@ -34,6 +34,14 @@ def add_rms_norm_forward(x, residual, w, eps):
     return y, summed, rstd
 
 
+def sum_add_rms_norm_forward(parts, residual, w, eps):
+    """add_rms_norm_forward of x = the sum of the parts (N, R, C) in order: of half types in float32, rounded once."""
+    x = parts[0].astype(accumulator(parts.dtype))
+    for part in parts[1:]:
+        x += part
+    return add_rms_norm_forward(x.astype(parts.dtype, copy=False), residual, w, eps)
+
+
 def add_rms_norm_backward(dw, dy, dsummed, summed, w, rstd):
     """The gradient of both x and residual: dsummed (or None) + what comes through the norm."""
     dx = rms_norm_backward(dw, dy, summed, w, rstd)
