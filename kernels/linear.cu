@@ -7,6 +7,7 @@
 #include "mma.cuh"
 
 constexpr int TILE = 64, THREADS = 128;  // a block does TILE x TILE elements of y
+constexpr int SMALL_SHARED = 96 * 1024;  // bytes of shared memory for smaller tiles; sm_89 and sm_120 have 99 KiB
 
 #if !SCALAR_F32
 
@@ -14,18 +15,18 @@ constexpr int TILE = 64, THREADS = 128;  // a block does TILE x TILE elements of
 // then one rounding. Measured: mostly the bits of cuBLAS where that has no bias and does not split the sum. 4 warps of
 // 32 x 32, with STAGES slices on their way through shared memory.
 constexpr int SLICE = 32, STAGES = 4;
-constexpr int ROW = SLICE + 8;  // elements from a row to the next in shared memory: eight rows lie in different banks
-constexpr int PIECES = TILE * SLICE / VECTOR;  // 16-byte pieces of a slice of x, and of w
+constexpr int PAD = 8;  // elements behind each row of a slice in shared memory: eight rows lie in different banks
+constexpr int ROW = SLICE + PAD;
 
-using Slice = SCALAR[TILE][ROW];
-
-// Rows first … of matrix (rows, size), columns start … start + SLICE - 1; zeros outside. `vectorised`: aligned rows of
-// whole pieces.
-__device__ inline void load_slice(Slice& slice, const SCALAR* matrix, long long first, long long rows, int start,
-                                  int size, bool vectorised) {
+// Rows first … of matrix (rows, size), columns start … start + WIDTH - PAD - 1; zeros outside. `vectorised`: aligned
+// rows of whole pieces of 16 bytes.
+template <int COUNT, int WIDTH>
+__device__ __forceinline__ void load_slice(SCALAR (&slice)[COUNT][WIDTH], const SCALAR* matrix, long long first,
+                                           long long rows, int start, int size, bool vectorised) {
+    constexpr int PIECES = (WIDTH - PAD) / VECTOR;  // of a row
 #pragma unroll
-    for (int piece = threadIdx.x; piece < PIECES; piece += THREADS) {
-        const int row = piece / (SLICE / VECTOR), column = piece % (SLICE / VECTOR) * VECTOR;
+    for (int piece = threadIdx.x; piece < COUNT * PIECES; piece += THREADS) {
+        const int row = piece / PIECES, column = piece % PIECES * VECTOR;
         const bool present = first + row < rows && start + column < size;
         const SCALAR* from = matrix + (present ? (first + row) * size + start + column : 0);
         if (vectorised)
@@ -36,10 +37,14 @@ __device__ inline void load_slice(Slice& slice, const SCALAR* matrix, long long 
     }
 }
 
+__device__ __forceinline__ void store_sum(SCALAR* y, const SCALAR* bias, long long row, int out, int outs, float sum) {
+    y[row * outs + out] = from_float<SCALAR>(bias == nullptr ? sum : sum + to_float(bias[out]));
+}
+
 // Grid (ceil(outs / TILE), ceil(rows / TILE)). bias may be null.
 extern "C" __global__ void __launch_bounds__(THREADS)
 linear_in_order(SCALAR* y, const SCALAR* x, const SCALAR* w, const SCALAR* bias, long long rows, int ins, int outs) {
-    __shared__ alignas(16) Slice x_slices[STAGES], w_slices[STAGES];
+    __shared__ alignas(16) SCALAR x_slices[STAGES][TILE][ROW], w_slices[STAGES][TILE][ROW];
     const long long first_row = (long long)blockIdx.y * TILE;
     const int first_out = blockIdx.x * TILE, lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     const int warp_row = warp / 2 * 32, warp_out = warp % 2 * 32, slices = (ins + SLICE - 1) / SLICE;
@@ -57,7 +62,7 @@ linear_in_order(SCALAR* y, const SCALAR* x, const SCALAR* w, const SCALAR* bias,
         copies_wait<STAGES - 2>();
         __syncthreads();  // every thread sees the slice, and all are done with the one that the next load overwrites
         load(slice + STAGES - 1);
-        const Slice &xs = x_slices[slice % STAGES], &ws = w_slices[slice % STAGES];
+        const SCALAR(&xs)[TILE][ROW] = x_slices[slice % STAGES], (&ws)[TILE][ROW] = w_slices[slice % STAGES];
 #pragma unroll
         for (int k = 0; k < SLICE; k += 16) {
             unsigned a[2][4], b[2][4];
@@ -81,10 +86,106 @@ linear_in_order(SCALAR* y, const SCALAR* x, const SCALAR* w, const SCALAR* bias,
             for (int c = 0; c < 4; c++) {
                 const long long row = first_row + warp_row + i * 16 + lane / 4 + c / 2 * 8;
                 const int out = first_out + warp_out + j * 8 + lane % 4 * 2 + c % 2;
-                if (row < rows && out < outs)
-                    y[row * outs + out] =
-                        from_float<SCALAR>(bias == nullptr ? sums[i][j][c] : sums[i][j][c] + to_float(bias[out]));
+                if (row < rows && out < outs) store_sum(y, bias, row, out, outs, sums[i][j][c]);
             }
+}
+
+// The same products in smaller tiles: the same instructions in the same order for each element of y, hence the same
+// bits, but for few rows more blocks, and in each more bytes on their way.
+constexpr int LONG_SLICE = 128, LONG_ROW = LONG_SLICE + PAD, STEP = 32, STEPS = LONG_SLICE / STEP;
+static_assert(STEP == SLICE && STEPS % 2 == 0, "both kernels add as many zeros; a slice begins with the first buffer");
+
+// A warp has 16 rows and 8 * EACH outs; with the smallest tiles some warps only copy. While a step of I is multiplied,
+// the operands of the next one come from shared memory: a chain of mma should wait for nothing but itself.
+template <int ROWS, int OUTS>
+__device__ __forceinline__ void small_tile(SCALAR* y, const SCALAR* x, const SCALAR* w, const SCALAR* bias,
+                                           long long rows, int ins, int outs) {
+    constexpr int WARPS = THREADS / WARP, ROW_TILES = ROWS / 16, OUT_TILES = OUTS / 8;
+    constexpr int EACH = ROW_TILES * OUT_TILES > WARPS ? ROW_TILES * OUT_TILES / WARPS : 1;
+    constexpr int DEPTH = SMALL_SHARED / ((ROWS + OUTS) * LONG_ROW * (int)sizeof(SCALAR));  // slices in shared memory
+    static_assert(DEPTH >= 3, "two slices are on their way while one is multiplied");
+    extern __shared__ __align__(1024) unsigned char shared_bytes[];
+    auto x_slices = reinterpret_cast<SCALAR(*)[ROWS][LONG_ROW]>(shared_bytes);
+    auto w_slices = reinterpret_cast<SCALAR(*)[OUTS][LONG_ROW]>(x_slices + DEPTH);
+    const long long first_row = (long long)blockIdx.y * ROWS;
+    const int first_out = blockIdx.x * OUTS, lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+    const int warp_row = warp % ROW_TILES * 16, warp_out = warp / ROW_TILES * EACH * 8;
+    const bool multiplies = warp_out < OUTS;
+    const int slices = (ins + LONG_SLICE - 1) / LONG_SLICE, steps = (ins + STEP - 1) / STEP;
+    const bool vectorised = ins % VECTOR == 0 && aligned16(x) && aligned16(w);
+    unsigned a[2][2][4], b[2][EACH][4];  // buffer, 16 or 8 x 32 of x and of w
+    float sums[EACH][4] = {};
+    auto load = [&](int slice, int stage) {
+        if (slice < slices) {
+            load_slice(x_slices[stage], x, first_row, rows, slice * LONG_SLICE, ins, vectorised);
+            load_slice(w_slices[stage], w, first_out, outs, slice * LONG_SLICE, ins, vectorised);
+        }
+        copies_commit();  // also where there is nothing: copies_wait counts
+    };
+    auto fetch = [&](int buffer, int stage, int k) {
+#pragma unroll
+        for (int half = 0; half < 2; half++)
+            load_matrices(a[buffer][half], &x_slices[stage][warp_row + lane % 16][k + half * 16 + lane / 16 * 8]);
+#pragma unroll
+        for (int j = 0; j < EACH; j++)
+            load_matrices(b[buffer][j], &w_slices[stage][warp_out + j * 8 + lane % 8][k + lane / 8 * 8]);
+    };
+#pragma unroll 1
+    for (int slice = 0; slice < DEPTH; slice++) load(slice, slice);
+    copies_wait<DEPTH - 1>();
+    __syncthreads();
+    if (multiplies) fetch(0, 0, 0);
+    for (int slice = 0, stage = 0; slice < slices; slice++) {
+        const int next = stage + 1 == DEPTH ? 0 : stage + 1;
+#pragma unroll
+        for (int step = 0; step < STEPS; step++) {
+            const bool last = step == STEPS - 1;
+            if (last) {
+                copies_wait<DEPTH - 2>();
+                __syncthreads();  // every thread sees the next slice, and has fetched all of this one
+            }
+            if (multiplies) {
+                fetch((step + 1) % 2, last ? next : stage, last ? 0 : (step + 1) * STEP);
+                if (slice * STEPS + step < steps)
+#pragma unroll
+                    for (int half = 0; half < 2; half++)
+#pragma unroll
+                        for (int j = 0; j < EACH; j++)
+                            mma_16x8x16(sums[j], a[step % 2][half], b[step % 2][j][2 * half],
+                                        b[step % 2][j][2 * half + 1], SCALAR());
+            }
+            if (last) load(slice + DEPTH, stage);
+        }
+        stage = next;
+    }
+    if (!multiplies) return;
+#pragma unroll
+    for (int j = 0; j < EACH; j++)
+#pragma unroll
+        for (int c = 0; c < 4; c++) {
+            const long long row = first_row + warp_row + lane / 4 + c / 2 * 8;
+            const int out = first_out + warp_out + j * 8 + lane % 4 * 2 + c % 2;
+            if (row < rows && out < outs) store_sum(y, bias, row, out, outs, sums[j][c]);
+        }
+}
+
+// Tiles of 16 x 8, 16 x 16, 16 x 32, 16 x 64, 32 x 32 or 32 x 64 elements of y. Grid (ceil(outs / tile_outs),
+// ceil(rows / tile_rows)), SMALL_SHARED bytes of dynamic shared memory.
+extern "C" __global__ void __launch_bounds__(THREADS)
+linear_in_order_small(SCALAR* y, const SCALAR* x, const SCALAR* w, const SCALAR* bias, long long rows, int ins,
+                      int outs, int tile_rows, int tile_outs) {
+    if (tile_rows == 32 && tile_outs == 64)
+        small_tile<32, 64>(y, x, w, bias, rows, ins, outs);
+    else if (tile_rows == 32)
+        small_tile<32, 32>(y, x, w, bias, rows, ins, outs);
+    else if (tile_outs == 64)
+        small_tile<16, 64>(y, x, w, bias, rows, ins, outs);
+    else if (tile_outs == 32)
+        small_tile<16, 32>(y, x, w, bias, rows, ins, outs);
+    else if (tile_outs == 16)
+        small_tile<16, 16>(y, x, w, bias, rows, ins, outs);
+    else
+        small_tile<16, 8>(y, x, w, bias, rows, ins, outs);
 }
 
 #else

@@ -96,15 +96,16 @@ def attention(dtype, heads, kv_heads, dim, lengths, cache=None):
 
 
 def products(dtype):
-    """The product in order, which no weight needs on every card."""
-    from cukit.backend.cuda.exact import in_order_product
+    """The product in order, which no weight needs on every card, in every tile."""
+    from cukit.backend.cuda.exact import TILES, in_order_product
 
     be = backend_for("cuda")
-    for rows, ins, outs in ((70, 200, 130), (5, 13, 7), (1, 24, 33)):
+    for rows, ins, outs in ((70, 200, 130), (5, 13, 7), (1, 24, 33), (9, 2100, 20)):
         x, w, bias = (
             be.array(normal(*shape).astype(be.dtype_of(dtype))) for shape in ((rows, ins), (outs, ins), (outs,))
         )
-        in_order_product(x, w, bias)
+        for tile in TILES if x.itemsize == 2 else (None,):
+            in_order_product(x, w, bias, tile)
 
 
 def policy_losses(dtype="float32"):

@@ -111,6 +111,63 @@ def test_product_in_order_against_numpy(rows, ins, outs):
                 )
 
 
+def shifted(be, shape, shift, **more):
+    """Random bfloat16 or float16 numbers that begin `shift` elements behind an aligned address."""
+    dtype = be.dtype_of(more.pop("dtype"))
+    flat = normal(shift + int(np.prod(shape)), **more)
+    return be.array(flat.astype(dtype))[shift:].reshape(shape)
+
+
+def equal_in_every_tile(x, w, bias):
+    """The bits of the product in order, which all tiles must share."""
+    from cukit.backend.cuda.exact import TILES, in_order_product
+
+    be = backend_for("cuda")
+    large = be.to_numpy(in_order_product(x, w, bias, TILES[-1])).view(np.uint16)
+    for tile in (*TILES[:-1], None):
+        small = be.to_numpy(in_order_product(x, w, bias, tile)).view(np.uint16)
+        assert np.array_equal(small, large), (
+            f"{x.shape} {w.shape} {x.dtype} {bias is not None} {tile}: {np.count_nonzero(small != large)} differ"
+        )
+    return large
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("seed", range(6))
+def test_the_product_in_order_has_the_same_bits_in_every_tile(seed, dtype):
+    be, generator = backend_for("cuda"), np.random.default_rng(seed)
+    for _ in range(3):
+        rows, outs = int(generator.choice([1, 2, 9, 16, 17, 33, 64])), int(generator.integers(1, 150))
+        # from no ins to more than all slices on their way, whole pieces and steps or not
+        ins = int(generator.choice([generator.integers(40), 16 * generator.integers(9), generator.integers(2200)]))
+        x_shift, w_shift = (int(generator.choice([0, 0, 1, 8])) for _ in range(2))
+        x = shifted(be, (rows, ins), x_shift, dtype=dtype, seed=seed)
+        w = shifted(be, (outs, ins), w_shift, dtype=dtype, seed=seed + 1, scale=max(ins, 1) ** -0.5)
+        bias = be.array(normal(outs, seed=seed + 2).astype(be.dtype_of(dtype))) if generator.integers(2) else None
+        equal_in_every_tile(x, w, bias)
+
+
+@pytest.mark.parametrize("outs, ins", [(2048, 12288), (2048, 4096), (4096, 4096), (32, 4096), (8, 12288), (12288, 40)])
+def test_the_product_in_order_has_the_same_bits_in_every_tile_at_real_sizes(outs, ins):
+    be = backend_for("cuda")
+    x, w = (be.array(normal(*shape).astype(be.dtype_of("bfloat16"))) for shape in ((130, ins), (outs, ins)))
+    whole = equal_in_every_tile(x, w, None)
+    for rows in (1, 3, 16, 17, 64):
+        assert np.array_equal(equal_in_every_tile(x[:rows], w, None), whole[:rows])
+
+
+def test_a_rows_bits_do_not_depend_on_the_tile_that_its_row_count_gets():
+    from cukit.backend.cuda.exact import in_order_product, in_order_tile
+
+    be = backend_for("cuda")
+    x, w = (be.array(normal(*shape).astype(be.dtype_of("bfloat16"))) for shape in ((600, 72), (1030, 72)))
+    whole, tiles = be.to_numpy(in_order_product(x, w)).view(np.uint16), set()
+    for rows in (1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 128, 130, 300):
+        assert np.array_equal(be.to_numpy(in_order_product(x[:rows], w)).view(np.uint16), whole[:rows])
+        tiles.add(in_order_tile(rows, len(w)))
+    assert len(tiles) >= 4, "the row counts take several tiles"
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize(
     "outs, ins, biased",

@@ -37,6 +37,13 @@ from .verdicts import card_verdicts
 
 logger = logging.getLogger(__name__)
 TILE, THREADS = source_constant("linear", "TILE"), source_constant("linear", "THREADS")
+SMALL_SHARED = source_constant("linear", "SMALL_SHARED")
+# (rows, outs) of a block; the last is linear_in_order's, the others linear_in_order_small's.
+TILES = (16, 8), (16, 16), (16, 32), (16, 64), (32, 32), (32, 64), (TILE, TILE)
+# What the choice among them reckons with; only speed depends on it.
+MULTIPROCESSORS = 132  # of an H100 or H200
+RESIDENT = 2  # blocks of SMALL_SHARED bytes that a multiprocessor has at a time
+CHAIN = 21  # rows of x and w that a multiprocessor reads while one chain of mma along I runs
 REFERENCE_ROWS = 4096
 THIN, SHORT = 256, 64
 LARGEST_RAISE = 512  # how far a small row count is raised in search of equal bits
@@ -210,11 +217,30 @@ def cublas_product(x, w, bias=None):
     return y
 
 
-def in_order_product(x, w, bias=None):
-    """By sums over I in one order, for half types on tensor cores: a row's bits never depend on the other rows."""
+def in_order_product(x, w, bias=None, tile=None):
+    """By sums over I in one order, for half types on tensor cores: a row's bits never depend on the other rows, nor on
+    the tile, one of TILES (None: the best one for the shape).
+    """
     (rows, ins), outs = x.shape, w.shape[0]
     y = empty((rows, outs), x.dtype)
-    load("linear", x.dtype).linear_in_order(
-        (-(-outs // TILE), -(-rows // TILE)), THREADS, y, x, w, bias, rows, ins, outs
-    )
+    tile = tile or (in_order_tile(rows, outs) if x.itemsize == 2 else TILES[-1])
+    grid, kernels = (-(-outs // tile[1]), -(-rows // tile[0])), load("linear", x.dtype)
+    if tile == TILES[-1]:
+        kernels.linear_in_order(grid, THREADS, y, x, w, bias, rows, ins, outs)
+    else:
+        kernels.linear_in_order_small(grid, THREADS, y, x, w, bias, rows, ins, outs, *tile, shared=SMALL_SHARED)
     return y
+
+
+@functools.lru_cache(maxsize=4096)
+def in_order_tile(rows: int, outs: int) -> tuple[int, int]:
+    """The tile with which the busiest multiprocessor is done first: what it reads takes time, and so do the chains of
+    the blocks that come one after the other.
+    """
+
+    def time(tile):
+        blocks = -(-(-(-rows // tile[0]) * -(-outs // tile[1])) // MULTIPROCESSORS)
+        reads = blocks * (min(rows, tile[0]) + min(outs, tile[1]))
+        return max(reads, -(-blocks // RESIDENT) * CHAIN), reads
+
+    return min(TILES, key=time)
