@@ -1,7 +1,7 @@
 // Rows of a table (V, C) by ids (T,), and the sum of gradients back into the table's float gradient. No atomics: equal
 // ids are added in the order of t. The table's rows are those of ids first .. first + V - 1. Of another id the gradient
-// goes nowhere, and nothing outside the table is touched; its row is zeros if the table is a part of one. Else such an id
-// is the caller's mistake, and its row is NaN.
+// goes nowhere, and nothing outside the table is touched; its row is zeros if the table is a part of one. Else such an
+// id is the caller's mistake, and its row is NaN.
 // specialise: SCALAR=bf16,f16,f32
 // arch: sm_80 sm_89 sm_90a sm_100 sm_120
 #include "common.cuh"
