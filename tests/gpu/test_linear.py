@@ -195,7 +195,7 @@ def test_our_own_product_takes_over_where_cublas_does_not_add_in_order(monkeypat
         "_compare",
         lambda outs, ins, dtype, biased, bucket: adds_in_order if bucket == "in order" else bucket > 100,
     )
-    ways = [exact.choose_product(rows, 640, 96, np.dtype(np.float16), False) for rows in (3, 60, 1000)]
+    ways = [exact.choose_product(rows, 640, 64, np.dtype(np.float16), False) for rows in (3, 60, 1000)]
     large = (1024, exact.cublas_product) if adds_in_order else (1000, exact.in_order_product)
     assert ways == [
         (3, exact.in_order_product),
@@ -221,7 +221,20 @@ def test_our_own_product_takes_over_for_thin_weights(monkeypatch, tmp_path, outs
 
 @pytest.mark.parametrize(
     "outs, ins",
-    [(32, 3072), (96, 1024), (64, 576), (16, 12288), (5, 1024), (5, 3072), (4096, 5), (1024, 5), (6144, 5), (4096, 64)],
+    [
+        (32, 3072),
+        (96, 1024),
+        (64, 576),
+        (16, 12288),
+        (5, 1024),
+        (5, 3072),
+        (4096, 5),
+        (1024, 5),
+        (6144, 5),
+        (4096, 64),
+        (4096, 2),
+        (6144, 8),
+    ],
 )
 def test_an_adapters_products_have_the_same_bits_at_every_row_count(outs, ins):
     be = backend_for("cuda")

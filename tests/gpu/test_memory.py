@@ -185,3 +185,19 @@ def test_e16_a_plan_counts_the_decode_steps_partial_results(be):
     partials = sizes["engine: decode step, partial results of long rows"]
     assert partials == 64 * 16 * 128 * (128 + 2) * 4
     assert partials <= taken <= 1.1 * sum(sizes.values()) + (64 << 20)
+
+
+@pytest.mark.parametrize("rows, cols", [(3, 5), (700, 64), (40_000, 96), (151_936, 1024)])
+def test_rows_that_repeat_take_the_memory_of_few(rows, cols):
+    import cupy as cp
+
+    from cukit.backend.cuda.repeated import repeated_rows
+
+    block = np.random.default_rng(0).standard_normal((512, cols)).astype(np.float16)
+    cp.get_default_memory_pool().free_all_blocks()
+    free = cp.cuda.runtime.memGetInfo()[0]
+    array = repeated_rows(block, rows)
+    assert array.shape == (rows, cols) and free - cp.cuda.runtime.memGetInfo()[0] < 64 << 20
+    found = array.get()
+    assert np.array_equal(found, block[np.arange(rows) % 512])
+    assert (cp.asarray(found) == array).all()

@@ -6,8 +6,8 @@ product runs at row counts from a short list, the buckets. A comparison on the d
 shape, dtype and bucket, at its first use:
 
 1. No rows, float64, or the policy "false": cuBLAS at the given rows, nothing compared.
-2. float32, and sums of at most SHORT products: our own product in order at the given rows. In float32 its sums lose
-   fewer digits. Short sums of half types are mostly exact, so that a comparison seldom tells two orders apart.
+2. float32, and sums of fewer than FEWEST products: our own product in order at the given rows. It has the bits; in
+   float32 its sums lose fewer digits; and so short a sum leaves nothing to compare (_examples).
 3. Half types, and cuBLAS at this bucket has the bits of cuBLAS at REFERENCE_ROWS rows: cuBLAS at this bucket.
 4. It has not, but a larger bucket has, up to LARGEST_RAISE or twice this bucket, whichever is larger: cuBLAS there.
 5. No such bucket has, but our own product has the reference's bits: our own product.
@@ -33,6 +33,7 @@ from .cublas import gemm
 from .device import empty
 from .loader import load
 from .pool import malloc
+from .repeated import repeated_rows
 from .verdicts import card_verdicts
 
 logger = logging.getLogger(__name__)
@@ -45,7 +46,9 @@ MULTIPROCESSORS = 132  # of an H100 or H200
 RESIDENT = 2  # blocks of SMALL_SHARED bytes that a multiprocessor has at a time
 CHAIN = 21  # rows of x and w that a multiprocessor reads while one chain of mma along I runs
 REFERENCE_ROWS = 4096
-THIN, SHORT = 256, 64
+THIN = 256
+FEWEST, SHORT, SPREAD = 4, 256, 12
+COMPARED = 1 << 25  # elements at a time: a large head's products are some hundred MB without what compares them
 LARGEST_RAISE = 512  # how far a small row count is raised in search of equal bits
 
 _policy, _in_use = "auto", False
@@ -79,7 +82,7 @@ def choose_product(rows: int, out_features: int, in_features: int, dtype, biased
     _in_use = True
     if rows == 0 or dtype.itemsize == 8 or _policy == "false":
         return rows, cublas_product
-    if dtype.itemsize == 4 or in_features <= SHORT:
+    if dtype.itemsize == 4 or in_features < FEWEST:
         return rows, in_order_product
     key = (out_features, in_features, dtype, biased), next_bucket(rows)
     found = _chosen.get(key)
@@ -147,14 +150,14 @@ def _compare_now(weight, bucket) -> bool:
 
 
 def _compare(out_features, in_features, dtype, biased, bucket):
-    inputs, weights, numbers = _examples(in_features, dtype)
-    w = _repeated(weights, out_features)
+    inputs, _, numbers = _examples(in_features, dtype)
+    w = _example_weight(out_features, in_features, dtype)
     bias = None
     if biased:  # every other one so small that it does not hide a sum's bits
-        scales = np.where(np.arange(out_features) % 2, 1, 64)
+        scales = np.where(np.arange(out_features) % 2, 1, 1 << 16 if in_features <= SHORT else 64)
         bias = cp.array((np.resize(numbers, out_features) / scales).astype(dtype))
     reference_rows = REFERENCE_ROWS if out_features <= 1 << 15 else REFERENCE_ROWS // 4
-    inputs = _repeated(inputs, reference_rows if bucket == "in order" else max(bucket, reference_rows))
+    inputs = repeated_rows(inputs, reference_rows if bucket == "in order" else max(bucket, reference_rows))
     reference = cublas_product(inputs[:reference_rows], w, bias)
     if bucket == "in order":
         return _same_bits(in_order_product(inputs, w, bias), reference)
@@ -178,28 +181,31 @@ def _examples(in_features, dtype):
 
     In every other row of x the second half is minus the first half; in the rows of w it is nearly the first half. So
     the sums cancel, and another order of adding shows in the rounded result; what stands between the halves would not
-    cancel and is 0. Short sums seldom tell two orders apart, so they get more rows.
+    cancel and is 0. Short sums seldom tell two orders apart, so they get more rows. Few products of half types add up
+    mostly exactly in float32, so short sums also get numbers whose sizes lie up to 2^SPREAD apart, and equal halves of
+    w: what comes out is what rounding has left, of numbers so large that float16 can hold it.
     """
-    generator, half = np.random.default_rng(0), in_features // 2
-    x = generator.standard_normal((512 if in_features > 256 else 1024, in_features), dtype=np.float32)
+    generator, half, short = np.random.default_rng(0), in_features // 2, in_features <= SHORT
+    x = generator.standard_normal((1024 if short else 512, in_features), dtype=np.float32)
+    w = generator.standard_normal((512, in_features), dtype=np.float32)
+    if short:
+        x[::2] *= np.exp2(10 - generator.integers(0, SPREAD + 1, x[::2].shape)).astype(np.float32)
+        w *= 16
     x[::2, half:] = 0
     x[::2, in_features - half :] = -x[::2, :half]
-    w = generator.standard_normal((512, in_features), dtype=np.float32)
-    w[:, in_features - half :] = w[:, :half] * (1 + w[:, in_features - half :] / 64)
+    w[:, in_features - half :] = w[:, :half] * (1 if short else 1 + w[:, in_features - half :] / 64)
     return x.astype(dtype), w.astype(dtype), generator.standard_normal(4099, dtype=np.float32)
 
 
-def _repeated(block, rows):
-    """block's rows over and over, on the device."""
-    source, out = cp.array(block), cp.empty((rows, block.shape[1]), block.dtype)
-    for start in range(0, rows, len(block)):
-        stop = min(start + len(block), rows)
-        out[start:stop] = source[: stop - start]
-    return out
+@functools.lru_cache(maxsize=1)
+def _example_weight(out_features, in_features, dtype):
+    return repeated_rows(_examples(in_features, dtype)[1], out_features)
 
 
 def _same_bits(a, b) -> bool:
-    return bool((a.view(np.uint16) == b.view(np.uint16)).all())
+    a, b = a.view(np.uint16), b.view(np.uint16)
+    step = max(1, COMPARED // a.shape[1])
+    return all(bool((a[start : start + step] == b[start : start + step]).all()) for start in range(0, len(a), step))
 
 
 # ---- the two products: y (T, O) = x (T, I) wᵀ + bias (O,) with w (O, I), at exactly the given number of rows ----

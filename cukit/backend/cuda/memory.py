@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import functools
 import math
+from collections.abc import Iterator
 
 import cupy as cp
 import numpy as np
@@ -113,7 +114,8 @@ class Reservation:
         try:
             while self._mapped < self._size:
                 size = min(self._chunk, self._size - self._mapped)
-                self._driver.map(self._address + self._mapped, size, self._properties)
+                with self._driver.memory(size, self._properties) as handle:
+                    self._driver.map(self._address + self._mapped, size, handle)
                 self._count(size)
             self._driver.allow_access(self._address, self._size, self._properties.location)
         except BaseException:
@@ -230,14 +232,19 @@ class _Driver:
     def free(self, address: int, size: int) -> None:
         self._call("cuMemAddressFree", _pointer(address), _size_t(size))
 
-    def map(self, address: int, size: int, properties) -> None:
-        """New memory behind [address, address + size). The mapping keeps it: its handle is released at once."""
+    @contextlib.contextmanager
+    def memory(self, size: int, properties) -> Iterator[ctypes.c_uint64]:
+        """The handle of new memory. What is mapped to it inside keeps it; at the end the handle is released."""
         handle = _handle()
         self._call("cuMemCreate", ctypes.byref(handle), _size_t(size), ctypes.byref(properties), _handle(0))
         try:
-            self._call("cuMemMap", _pointer(address), _size_t(size), _size_t(0), handle, _handle(0))
+            yield handle
         finally:
             self._call("cuMemRelease", handle)
+
+    def map(self, address: int, size: int, handle: ctypes.c_uint64) -> None:
+        """The handle's memory behind [address, address + size)."""
+        self._call("cuMemMap", _pointer(address), _size_t(size), _size_t(0), handle, _handle(0))
 
     def allow_access(self, address: int, size: int, location) -> None:
         access = _AccessDescription(location, _READ_AND_WRITE)
