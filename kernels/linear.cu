@@ -37,8 +37,8 @@ __device__ __forceinline__ void load_slice(SCALAR (&slice)[COUNT][WIDTH], const 
     }
 }
 
-__device__ __forceinline__ void store_sum(SCALAR* y, const SCALAR* bias, long long row, int out, int outs, float sum) {
-    y[row * outs + out] = from_float<SCALAR>(bias == nullptr ? sum : sum + to_float(bias[out]));
+__device__ __forceinline__ void store_sum(SCALAR* to, const SCALAR* bias, int out, float sum) {
+    *to = from_float<SCALAR>(bias == nullptr ? sum : sum + to_float(bias[out]));
 }
 
 // Grid (ceil(outs / TILE), ceil(rows / TILE)). bias may be null.
@@ -78,16 +78,29 @@ linear_in_order(SCALAR* y, const SCALAR* x, const SCALAR* w, const SCALAR* bias,
                     mma_16x8x16(sums[i][j], a[i], b[j / 2][j % 2 * 2], b[j / 2][j % 2 * 2 + 1], SCALAR());
         }
     }
+    // By way of shared memory, so that rows are stored in pieces of 16 bytes: sums of few products are bound by this.
+    auto tile = reinterpret_cast<SCALAR(*)[TILE + PAD]>(x_slices);
+    const bool in_pieces = outs % VECTOR == 0 && aligned16(y);
+    copies_wait<0>();
+    __syncthreads();  // every thread is done with the slices
 #pragma unroll
     for (int i = 0; i < 2; i++)
 #pragma unroll
         for (int j = 0; j < 4; j++)
 #pragma unroll
             for (int c = 0; c < 4; c++) {
-                const long long row = first_row + warp_row + i * 16 + lane / 4 + c / 2 * 8;
-                const int out = first_out + warp_out + j * 8 + lane % 4 * 2 + c % 2;
-                if (row < rows && out < outs) store_sum(y, bias, row, out, outs, sums[i][j][c]);
+                const int row = warp_row + i * 16 + lane / 4 + c / 2 * 8, out = warp_out + j * 8 + lane % 4 * 2 + c % 2;
+                if (first_row + row >= rows || first_out + out >= outs) continue;
+                SCALAR* to = in_pieces ? &tile[row][out] : y + (first_row + row) * outs + first_out + out;
+                store_sum(to, bias, first_out + out, sums[i][j][c]);
             }
+    if (!in_pieces) return;
+    __syncthreads();
+    for (int piece = threadIdx.x; piece < TILE * TILE / VECTOR; piece += THREADS) {
+        const int row = piece / (TILE / VECTOR), out = piece % (TILE / VECTOR) * VECTOR;
+        if (first_row + row < rows && first_out + out < outs)
+            store_vec(y + (first_row + row) * outs + first_out + out, load_vec<VECTOR>(&tile[row][out]));
+    }
 }
 
 // The same products in smaller tiles: the same instructions in the same order for each element of y, hence the same
@@ -165,7 +178,7 @@ __device__ __forceinline__ void small_tile(SCALAR* y, const SCALAR* x, const SCA
         for (int c = 0; c < 4; c++) {
             const long long row = first_row + warp_row + lane / 4 + c / 2 * 8;
             const int out = first_out + warp_out + j * 8 + lane % 4 * 2 + c % 2;
-            if (row < rows && out < outs) store_sum(y, bias, row, out, outs, sums[j][c]);
+            if (row < rows && out < outs) store_sum(y + row * outs + out, bias, out, sums[j][c]);
         }
 }
 
