@@ -128,10 +128,32 @@ __device__ __forceinline__ void small_tile(SCALAR* y, const SCALAR* x, const SCA
     const bool vectorised = ins % VECTOR == 0 && aligned16(x) && aligned16(w);
     unsigned a[2][2][4], b[2][EACH][4];  // buffer, 16 or 8 x 32 of x and of w
     float sums[EACH][4] = {};
-    auto load = [&](int slice, int stage) {
-        if (slice < slices) {
-            load_slice(x_slices[stage], x, first_row, rows, slice * LONG_SLICE, ins, vectorised);
-            load_slice(w_slices[stage], w, first_out, outs, slice * LONG_SLICE, ins, vectorised);
+    // A thread copies pieces of every ROWS_APART-th row, all in one column: little is to be reckoned for each.
+    constexpr int PIECES = LONG_SLICE / VECTOR, ROWS_APART = THREADS / PIECES;
+    const int piece_row = threadIdx.x / PIECES, column = threadIdx.x % PIECES * VECTOR;
+    const long long apart = (long long)ROWS_APART * ins;
+    const SCALAR* x_from = x + (first_row + piece_row) * ins + column;
+    const SCALAR* w_from = w + (long long)(first_out + piece_row) * ins + column;
+    const int x_rows = (int)min((long long)ROWS, rows - first_row) - piece_row, w_rows = outs - first_out - piece_row;
+    auto load = [&](int slice, int stage) {  // slices in their order
+        if (slice < slices && vectorised) {
+            const bool inside = slice * LONG_SLICE + column < ins;
+#pragma unroll
+            for (int n = 0; n < ROWS / ROWS_APART; n++) {
+                const bool present = inside && n * ROWS_APART < x_rows;
+                const SCALAR* from = present ? x_from + n * apart : x;
+                copy_async<16>(&x_slices[stage][piece_row + n * ROWS_APART][column], from, present);
+            }
+#pragma unroll
+            for (int n = 0; n < OUTS / ROWS_APART; n++) {
+                const bool present = inside && n * ROWS_APART < w_rows;
+                const SCALAR* from = present ? w_from + n * apart : w;
+                copy_async<16>(&w_slices[stage][piece_row + n * ROWS_APART][column], from, present);
+            }
+            x_from += LONG_SLICE, w_from += LONG_SLICE;
+        } else if (slice < slices) {
+            load_slice(x_slices[stage], x, first_row, rows, slice * LONG_SLICE, ins, false);
+            load_slice(w_slices[stage], w, first_out, outs, slice * LONG_SLICE, ins, false);
         }
         copies_commit();  // also where there is nothing: copies_wait counts
     };
