@@ -123,7 +123,7 @@ NOUNS = {
 # Files of a shelf that are no noun's: what several nouns use, and what the other shelves do not need.
 HELPERS = {
     "kernels": set(),
-    "cuda": set("checked compile constants cublas exact loader nccl pool verdicts versions".split()),
+    "cuda": set("checked compile constants cublas exact loader nccl pool repeated verdicts versions".split()),
     "numpy": {"attention_core", "threads"},
     "ops": {"elementwise", "tensor_parallel"},
 }

@@ -62,6 +62,9 @@ def norm_cases(b: Workbench) -> Iterator[Case]:
     def forward(count):
         return *(b.random(rows, columns) for _ in range(count)), b.norm_weight(columns), eps
 
+    def parts():
+        return b.random(2, rows, columns), *forward(1)
+
     def backward(count):
         x, w = b.random(rows, columns), b.norm_weight(columns)
         return (
@@ -75,6 +78,7 @@ def norm_cases(b: Workbench) -> Iterator[Case]:
     yield Case("rms_norm_forward", shape, lambda: forward(1), 2 * whole + rstd + weight)
     yield Case("rms_norm_backward", shape, lambda: backward(1), 3 * whole + rstd + 3 * weight)
     yield Case("add_rms_norm_forward", shape, lambda: forward(2), 4 * whole + rstd + weight)
+    yield Case("sum_add_rms_norm_forward", f"2 of {shape}", parts, 5 * whole + rstd + weight)
     yield Case("add_rms_norm_backward", shape, lambda: backward(2), 4 * whole + rstd + 3 * weight)
 
 

@@ -73,8 +73,8 @@ class Layer(Module):
         """h = input_layernorm(residual), both (T, C) -> (x (T, F), residual'); down_proj(x) + residual' is the next
         residual stream.
         """
-        x = self.self_attn.attended(h, positions, attend, rope)
-        h, residual = self.self_attn.o_proj.add_norm(x, residual, self.post_attention_layernorm)
+        attention, norm = self.self_attn, self.post_attention_layernorm
+        h, residual = attention.o_proj.add_norm(attention.attended(h, positions, attend, rope), residual, norm)
         return self.mlp.gated(h), residual
 
 

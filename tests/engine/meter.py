@@ -52,6 +52,11 @@ class Ghost:
         shape = (self.size,) if shape == (-1,) else shape
         return Ghost(self.meter, shape, self.dtype, of=self)
 
+    def swapaxes(self, a, b):
+        shape = list(self.shape)
+        shape[a], shape[b] = shape[b], shape[a]
+        return Ghost(self.meter, shape, self.dtype, of=self, whole_rows=False)
+
     def __add__(self, other):
         return Ghost(self.meter, self.shape, self.dtype, "sum")
 
@@ -155,3 +160,6 @@ class GhostRanks(Group):
 
     def __init__(self, size):
         self.size = size
+
+    def all_parts(self, array, what="all_parts"):
+        return Ghost(array.meter, (self.size, *array.shape), array.dtype, what)

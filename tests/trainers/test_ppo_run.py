@@ -135,7 +135,7 @@ def test_resumes_that_do_not_fit(make_ppo, make_grpo):
         (runs["shared"], dict(critic="separate"), "architectures=.'ValueHead'. is not supported"),
         (runs["shared"], dict(critic="shared", num_ppo_epochs=2), "made 1 updates a generation batch, this run makes 2"
          "; resume with the same num_ppo_epochs and num_mini_batches"),
-        (grpo, dict(), "holds no model 'critic': it was written by a run without one; start a new run"),
+        (grpo, dict(), "was made by grpo, not ppo; to go on with it: cukit grpo --resume_from_checkpoint"),
     ):  # fmt: skip
         with pytest.raises(ValueError) as error:
             make_ppo(**options).train(resume_from_checkpoint=str(trainer.run_folder / "checkpoint-1"))
