@@ -8,7 +8,6 @@ pytest.importorskip("cupy", reason="the CUDA shelf needs CuPy: pip install 'cuki
 
 from cukit.backend.cuda.exact import _examples  # noqa: E402
 
-
 FEW = [4, 5, 7, 8, 33, 96, 256]
 
 

@@ -6,7 +6,6 @@ import pytest
 from backend.test_reservation import OUT_OF_MEMORY, UNIT, FakeDriver, cuda  # noqa: F401
 
 
-
 def test_one_piece_of_memory_lies_behind_all_ranges(cuda):
     driver = FakeDriver(room=2 * UNIT)  # for one of the five
     cuda(driver)
