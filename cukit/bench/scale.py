@@ -1,5 +1,5 @@
-"""bench scale: the time of a GRPO step on many GPUs, SIMULATED from the times of one. Nothing here is measured, and
-nothing was checked against several GPUs yet. docs/SCALING.md says what is left out.
+"""bench scale: the time of a GRPO step on many GPUs, SIMULATED from the times of one. Nothing here is measured; two
+GPUs were held against it, more were not. docs/SCALING.md has both, and what is left out.
 
 A rank is `tensor_parallel_size` GPUs. Prompts are dealt in runs; a group leaves its rank with `balance` alone. All
 completions then go to all ranks, and each trains on a run of rows with about as many tokens as the others'. The ranks
@@ -68,8 +68,8 @@ def run(options: ScaleBench) -> dict:
         "gpu_memory_gb or lower max_completion_length",
     )
     report = origin("scale") | {
-        "about": f"SIMULATED steps of GRPO for {job.shape.name}'s shape, computed from the times of one GPU and not "
-        "checked yet against several",
+        "about": f"SIMULATED steps of GRPO for {job.shape.name}'s shape, computed from the times of one GPU; "
+        "checked against two GPUs of one host, not against more",
         "simulated": True,
         "model": job.shape.name,
         "options": asdict(options),
@@ -218,7 +218,8 @@ def with_sharing(job: Job) -> Times:
         times,
         launch=times.launch + 2 * layers * rounds * links.nvlink_latency,
         weights=times.weights / size,
-        row=times.row / size + 2 * layers * rounds * token / links.nvlink,
+        product=times.product / size,
+        row=times.row + 2 * layers * rounds * token / links.nvlink,
         key=times.key / size,
         prefill_flops=times.prefill_flops * size,
         train_flops=times.train_flops * size,

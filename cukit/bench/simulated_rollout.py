@@ -84,11 +84,11 @@ class Player:
             self.held, self.keys, passes = self.held + new + length, self.keys + new + 1, passes + bool(new)
         if len(self.alive) > before:
             prefill = setting.prefill(setting.prompt, setting.prompt)
-            self.seconds += max(setting.times.step, passes * prefill)
+            self.seconds += max(setting.times.step(), passes * prefill)
 
     def _decode(self, until: float) -> None:
         times, rows = self.setting.times, len(self.alive)
-        step, count = times.step + rows * times.row, self.alive[0][0] - self.steps
+        step, count = times.step(rows), self.alive[0][0] - self.steps
         if count and until < math.inf:
             count = min(count, max(1, math.ceil((until - self.seconds) / (step + self.keys * times.key))))
         read = count * self.keys + rows * count * (count - 1) // 2
@@ -138,7 +138,7 @@ class Player:
             heapq.heappush(taker.alive, (taker.steps + end - self.steps, group, length))
         self.keys, self.held = self.keys - keys, self.held - held
         taker.keys, taker.held = taker.keys + keys, taker.held + held
-        taker.seconds = max(taker.seconds, now) + max(setting.times.step, setting.prefill(keys, keys / len(rows)))
+        taker.seconds = max(taker.seconds, now) + max(setting.times.step(), setting.prefill(keys, keys / len(rows)))
 
     def _whole(self) -> list[int]:
         """The groups of which no sample has started, the last first."""

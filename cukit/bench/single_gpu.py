@@ -13,12 +13,13 @@ from .presets import GRPO, TRAIN
 
 # Fitted to Qwen3-0.6B's shape in bfloat16 on an H200. docs/BENCHMARKS.md: T1 with full recompute, 105,932 tok/s, and
 # log-probs without gradient, 396,842 tok/s (eighth section); G without an adapter, 62,057 and 61,757 tok/s (seventh);
-# N, 22,731 and 22,616 tok/s (fourth); Qwen3-4B's decoding of one sequence, 4.23 ms (eighth). docs/LOG.md: decoding of
-# one and of eight sequences, 1.791 and 1.672 ms. tests/bench/test_scale.py gives these figures back.
-LAUNCH = 46.6e-6  # seconds a layer of a decode step that no size changes
-WEIGHT_BYTES_PER_SECOND = 3.21e12  # at which a decode step reads the weights
-ROW = 5.28e-6  # seconds a row of a decode step, in Qwen3-0.6B's shape
-KEY_BYTES_PER_SECOND = 4.29e12  # at which a decode step reads keys and values
+# N, 22,731 and 22,616 tok/s (fourth); decoding of one sequence of Qwen3-4B, 4.23 ms (eighth), of one and of 64 of
+# Qwen3-8B, 6.27 and 6.70 ms (ninth). docs/LOG.md: decoding of one and of eight sequences, 1.791 and 1.672 ms.
+# tests/bench/test_scale.py says how well these come back.
+LAUNCH = 47.8e-6  # seconds a layer of a decode step that no size changes
+WEIGHT_BYTES_PER_SECOND = 3.27e12  # at which a decode step reads the weights
+ROW = 117e-9  # seconds a row and layer of a decode step, beside products and keys
+KEY_BYTES_PER_SECOND = 4.05e12  # at which a decode step reads keys and values
 PREFILL_TOKENS_PER_SECOND = 396_842.0
 TRAIN_TOKENS_PER_SECOND = 107_900.0  # T1's without the update
 FITTED_LENGTH = 712  # tokens of T1's rows
@@ -75,12 +76,14 @@ class Shape:
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of one GPU. A decode step takes launch + weights + row · rows + key · keys; a prompt's and a training
-    token take what their FLOPs do.
+    """Seconds of one GPU. A decode step takes launch + the longer of weights and product · rows + row · rows
+    + key · keys: few rows are multiplied while the weights come. A prompt's and a training token take what their FLOPs
+    do.
     """
 
     launch: float
     weights: float
+    product: float  # a row's FLOPs, at the rate of prompts
     row: float
     key: float
     prefill_flops: float  # a second, forward
@@ -91,9 +94,9 @@ class Times:
     token_waits: float = 0.0  # a token of a forward pass, for GPUs that share its layers
     pass_waits: float = 0.0  # a training pass, likewise
 
-    @property
-    def step(self) -> float:
-        return self.launch + self.weights
+    def step(self, rows: float = 0) -> float:
+        """Seconds of a decode step but for its keys."""
+        return self.launch + max(self.weights, rows * self.product) + rows * self.row
 
     @classmethod
     def fitted(cls, shape: Shape) -> Times:
@@ -101,7 +104,8 @@ class Times:
         return cls(
             launch=LAUNCH * shape.layers,
             weights=2 * shape.multiplied / WEIGHT_BYTES_PER_SECOND,
-            row=ROW * shape.multiplied / FITTED_PARAMETERS,
+            product=2 * shape.multiplied / (PREFILL_TOKENS_PER_SECOND * FITTED_WORK),
+            row=ROW * shape.layers,
             key=shape.key_bytes / KEY_BYTES_PER_SECOND,
             prefill_flops=PREFILL_TOKENS_PER_SECOND * FITTED_WORK,
             train_flops=TRAIN_TOKENS_PER_SECOND * FITTED_WORK,
@@ -116,6 +120,7 @@ class Times:
             self,
             launch=self.launch * factor,
             weights=self.weights * factor,
+            product=self.product * factor,
             row=self.row * factor,
             key=self.key * factor,
         )

@@ -1,5 +1,7 @@
 """bench scale: sums by hand, the one-GPU figures it was fitted to, and what must never be slower."""
 
+import json
+
 import numpy as np
 import pytest
 
@@ -11,8 +13,9 @@ from cukit.bench.simulated_rollout import draw_lengths, rollout_seconds
 from cukit.bench.single_gpu import Shape, Times
 from cukit.bench.subject import config_of
 
-# launch + weights = 1, a row 0.1, a key 0.01; a FLOP of a prompt 1/1000 s, of training 1/100 s
-ROUND = Times(0.75, 0.25, 0.1, 0.01, 1000.0, 100.0, 0.0, 0.5, 0.25)
+# launch + weights = 1, a row 0.1, a key 0.01; from 12 rows on products take longer than the weights; a FLOP of a prompt
+# 1/1000 s, of training 1/100 s
+ROUND = Times(0.75, 0.25, 0.021, 0.1, 0.01, 1000.0, 100.0, 0.0, 0.5, 0.25)
 # 30 parameters: two layers of 10 and a vocabulary of 10; no work of attention
 SMALL = Shape("small", 30, 2, 4, 0, 10, 1, 1)
 
@@ -82,7 +85,7 @@ def test_a_rollout_is_the_sum_of_its_steps(seed):
     for step in range(1, lengths.max()):
         alive = lengths > step
         keys = step * alive.sum() + 7 * alive.any(axis=1).sum()
-        seconds += 1 + 0.1 * alive.sum() + 0.01 * keys
+        seconds += 0.75 + max(0.25, 0.021 * alive.sum()) + 0.1 * alive.sum() + 0.01 * keys
     assert rollout_seconds(lengths, 7, SMALL, ROUND, 10**6, 99) == pytest.approx(seconds)
 
 
@@ -105,17 +108,18 @@ def test_lengths():
 
 def test_one_gpu_gives_the_measured_step_back():
     """docs/BENCHMARKS.md, eighth section: 8.56 s = 5.13 + 3.39 under a limit of 32 GB, whose cache has no room for
-    all rows at once (its size is not recorded; from 16 to 29 GB it makes two waves).
+    all rows at once (its size is not recorded; from 16 to 29 GB it makes two waves, where cukit starts rows and stops
+    some again). bench grpo generates slower than G, on which the fit counts.
     """
     for cache in (18, 24, 28):
         (row,) = rows(gpus=[1], kv_cache_gb=cache)
-        assert row["rollout_seconds"] == pytest.approx(5.13, rel=0.03)
+        assert row["rollout_seconds"] == pytest.approx(5.13, rel=0.035)
         assert row["train_seconds"] + row["update_seconds"] == pytest.approx(3.39, rel=0.01)
-        assert row["seconds"] == pytest.approx(8.56, rel=0.02) and row["efficiency"] == 1
+        assert row["seconds"] == pytest.approx(8.56, rel=0.022) and row["efficiency"] == 1
 
 
 def test_one_gpu_gives_the_measured_rates_back():
-    """G, N, T1 and a decode step."""
+    """G, N and T1."""
     model = job(model="qwen3-0.6b")
     shape, times = model.shape, model.times
     measured = 262_144 / 61_907
@@ -126,15 +130,71 @@ def test_one_gpu_gives_the_measured_rates_back():
     seconds = sum(prompts * shape.work(prompts)) / times.prefill_flops
     for step in range(1, lengths.max()):
         alive = lengths > step
-        seconds += times.step + times.row * alive.sum() + times.key * (prompts[alive] + step).sum()
+        seconds += times.step(alive.sum()) + times.key * (prompts[alive] + step).sum()
     assert lengths.sum() / seconds == pytest.approx(22_674, rel=0.01)
     train, last_pass, passes = training_seconds(job(max_tokens_per_batch=10**6), np.full((32, 1), 512), 1)
     assert passes == 1 and 22_784 / (train + times.update) == pytest.approx(105_932, rel=0.01) and train == last_pass
-    # eight rows took less than one, which no sum of parts does
-    assert times.step + times.row + 256 * times.key == pytest.approx(1.791e-3, rel=0.07)
-    assert times.step + 8 * (times.row + 256 * times.key) == pytest.approx(1.672e-3, rel=0.07)
-    larger = job(model="qwen3-4b").times
-    assert larger.step + larger.row + 256 * larger.key == pytest.approx(4.23e-3, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "model, count, milliseconds, within",
+    [
+        ("qwen3-0.6b", 1, 1.791, 0.07),  # more than eight take, which no sum of parts gives back
+        ("qwen3-0.6b", 8, 1.672, 0.07),
+        ("qwen3-4b", 1, 4.23, 0.01),
+        ("qwen3-4b", 8, 4.25, 0.01),
+        ("qwen3-8b", 1, 6.27, 0.015),
+        ("qwen3-8b", 64, 6.70, 0.08),
+    ],
+)
+def test_decode_steps_take_what_was_measured(model, count, milliseconds, within):
+    """docs/LOG.md, docs/BENCHMARKS.md (eighth, ninth): 128 tokens of a prompt, 255 more."""
+    times = job(model=model).times
+    assert times.step(count) + 256 * count * times.key == pytest.approx(milliseconds / 1e3, rel=within)
+
+
+def test_few_rows_hide_behind_the_weights():
+    times = job(model="qwen3-8b").times
+    assert times.step(64) - times.step(1) == pytest.approx(63 * times.row)
+    assert times.step(512) - times.step(256) == pytest.approx(256 * (times.row + times.product))
+    slower = times.decoding(3.0)
+    assert all(slower.step(count) == pytest.approx(3 * times.step(count)) for count in (0, 1, 512))
+
+
+# ---- the figures of two GPUs, docs/BENCHMARKS.md, ninth --------------------------------------------------------------
+
+# bench grpo on one of them
+ONE = {"samples": 512, "tokens": 512 * 712, "seconds": 8.0371, "generate_seconds": 4.5041, "train_seconds": 3.4477}
+
+
+@pytest.mark.parametrize("prompts, step, rollout, train", [(128, 8.095, 4.495, 3.468), (64, 4.338, 2.537, 1.723)])
+def test_two_gpus_take_what_was_measured(tmp_path, prompts, step, rollout, train):
+    report = {"benchmark": "grpo", "model": "qwen3-0.6b", "scale": 1.0, "rows": [ONE]}
+    report["options"] = {"prompt_length": None, "num_generations": 8}
+    path = tmp_path / "grpo.json"
+    path.write_text(json.dumps(report))
+    (row,) = rows(gpus=[2], prompts=prompts, measured=[str(path)])
+    assert row["rollout_seconds"] == pytest.approx(rollout, rel=0.035)
+    assert row["train_seconds"] + row["update_seconds"] == pytest.approx(train, rel=0.015)
+    assert row["seconds"] == pytest.approx(step, rel=0.02)
+
+
+@pytest.mark.parametrize("stage, step, rollout, train", [(2, 19.46, 8.64, 10.73), (3, 19.76, 8.46, 11.20)])
+def test_two_gpus_share_qwen3_8b(stage, step, rollout, train):
+    sizes = dict(prompts=16, prompt_length=512, max_completion_length=1024, max_tokens_per_batch=8192)
+    (row,) = rows(model="qwen3-8b", gpus=[2], zero_stage=stage, **sizes)
+    assert row["rollout_seconds"] == pytest.approx(rollout, rel=0.05)
+    assert row["train_seconds"] + row["update_seconds"] == pytest.approx(train, rel=0.045)
+    assert row["seconds"] == pytest.approx(step, rel=0.02)
+
+
+@pytest.mark.parametrize("count, milliseconds", [(1, 4.66), (64, 5.09)])
+def test_two_gpus_share_each_layer(count, milliseconds):
+    times = with_sharing(job(model="qwen3-8b", tensor_parallel_size=2))
+    assert times.step(count) + 256 * count * times.key == pytest.approx(milliseconds / 1e3, rel=0.06)
+
+
+# ---- shapes ----------------------------------------------------------------------------------------------------------
 
 
 def test_shapes_have_their_sizes():
@@ -222,7 +282,7 @@ def test_gpus_that_share_layers():
     assert four.launch == pytest.approx(one.launch + 2 * 36 * 2 * 5e-6)
     assert four.token_waits == pytest.approx(2 * 36 * 2 * 3 / 4 * 2 * 4096 / 360e9)
     free = with_sharing(job(model="qwen3-8b", tensor_parallel_size=4, nvlink_latency=0, nvlink_gb_per_s=1e12))
-    assert free.row == pytest.approx(one.row / 4) and free.pass_waits == 0
+    assert free.row == pytest.approx(one.row) and free.product == one.product / 4 and free.pass_waits == 0
     lengths = np.full((2, 8), 512)
     (whole, last, _), (shared, *_) = (training_seconds(each, lengths, 1) for each in (job(model="qwen3-8b"), model))
     waits = 3 * 16 * 712 * four.token_waits + 6 * 36 * 6 * 5e-6  # six all-reduces a layer, of six messages each

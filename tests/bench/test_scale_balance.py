@@ -10,7 +10,7 @@ from cukit.bench.single_gpu import Shape, Times
 from cukit.trainers.dealing import Load, Move
 
 # launch + weights = 1, a row 0.1, a key 0.01; a FLOP of a prompt 1/1000 s
-ROUND = Times(0.75, 0.25, 0.1, 0.01, 1000.0, 100.0, 0.0, 0.5, 0.25)
+ROUND = Times(0.75, 0.25, 0.0, 0.1, 0.01, 1000.0, 100.0, 0.0, 0.5, 0.25)
 SMALL = Shape("small", 30, 2, 4, 0, 10, 1, 1)  # 60 FLOPs a token
 
 

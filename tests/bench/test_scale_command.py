@@ -67,7 +67,7 @@ def test_the_command_writes_what_it_shows(capsys, tmp_path):
     path = tmp_path / "scale.json"
     assert cukit_cli.main(["bench", "scale", "--gpus", "8", "64", "--output", str(path)]) == 0
     printed, written = capsys.readouterr().out, json.loads(path.read_text())
-    assert "SIMULATED" in printed and "not checked yet" in printed and written["simulated"] is True
+    assert "SIMULATED" in printed and "checked against two GPUs" in printed and written["simulated"] is True
     assert [row["gpus"] for row in written["rows"]] == [8, 64]
     assert written["shape"]["parameters"] == 596_049_920 and written["single_gpu"]["launch"] > 0
     assert all(f"{row['seconds']:,.2f}" in printed for row in written["rows"])
