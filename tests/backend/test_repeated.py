@@ -3,7 +3,10 @@
 import gc
 
 import pytest
-from backend.test_reservation import OUT_OF_MEMORY, UNIT, FakeDriver, cuda  # noqa: F401
+from backend import test_reservation
+from backend.test_reservation import OUT_OF_MEMORY, UNIT, FakeDriver
+
+cuda = test_reservation.cuda  # a fixture
 
 
 def test_one_piece_of_memory_lies_behind_all_ranges(cuda):
