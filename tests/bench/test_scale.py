@@ -107,7 +107,7 @@ def test_lengths():
 
 
 def test_one_gpu_gives_the_measured_step_back():
-    """docs/BENCHMARKS.md, eighth section: 8.56 s = 5.13 + 3.39 under a limit of 32 GB, of which the plan of memory leaves
+    """docs/BENCHMARKS.md, eighth section: 8.56 s = 5.13 + 3.39 under a limit of 32 GB, of which the plan leaves
     20.65 to the cache: no room for all rows at once. bench grpo generates slower than G, on which the fit counts.
     """
     (row,) = rows(gpus=[1], kv_cache_gb=20.65)
