@@ -100,7 +100,7 @@ class PolicyTrainer(Trainer):
         """The engine, and what rewards its completions."""
         args, plan = self.args, self.plan
         sizes = {"num_kv_blocks": plan.num_kv_blocks, "max_model_len": plan.max_model_len}
-        self.rollout = Rollout(self.model, self.tokenizer, plan.sleeps_cache, **flat_values(args.engine) | sizes)
+        self.rollout = Rollout(self.model, self.tokenizer, plan.sleeps_cache, True, **flat_values(args.engine) | sizes)
         if self.environments is not None:
             self.rollout.episodes = self._make_episodes(self.environments, self.rollout)
         for one in self.reward_models.values():
