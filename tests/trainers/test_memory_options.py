@@ -124,6 +124,6 @@ def test_auto_takes_the_level_of_the_plan_and_says_so(make_sft, make_ppo, caplog
         loop, "plan_memory", lambda *args, **more: plan_memory(*args, **more, total_bytes=10**9, free_bytes=0)
     )
     auto = {"gradient_checkpointing": "auto"}
-    for trainer in (make_sft(**auto), make_ppo(critic="separate", **auto)):
+    for trainer in (make_sft(**auto), make_ppo(critic="separate", num_kv_blocks=64, **auto)):
         levels = {one.model.gradient_checkpointing for one in trainer.models.values()}
         assert levels == {trainer.plan.level} == {"full"} and "selective needs" in trainer.plan.why
