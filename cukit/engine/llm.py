@@ -85,6 +85,7 @@ class LLM:
         configured = frozenset(own if isinstance(own, list) else [] if own is None else [own])
         eos = frozenset(tokenizer.eos_token_ids) if tokenizer else (generation_eos or configured)
         self.model, self.tokenizer = model, tokenizer
+        self._closed = False
         self.core = EngineCore(model, tokenizer, config, eos, quiet_plan)
 
     @property
@@ -258,12 +259,14 @@ class LLM:
     def wake_up(self) -> None:
         """Make the KV cache again, after sleep()."""
         self.core.wake_up()
+        self._closed = False
 
     def close(self) -> None:
         """Abort what runs and free the KV cache."""
         for request in list(self.core.requests.values()):
             self.core.abort(request)
         self.core.sleep()
+        self._closed = True
 
     def __enter__(self) -> LLM:
         return self
@@ -389,5 +392,8 @@ class LLM:
         return CompletionOutput(seq.index, text, ids, logprobs, seq.finish_reason, seq.stop_reason, delta)
 
     def _require_awake(self) -> None:
-        if not self.core.is_awake:
-            raise ValueError("the engine sleeps: call wake_up() first")
+        if self.core.is_awake:
+            return
+        if self._closed:
+            raise ValueError("this LLM is closed: make a new one, or call close() later")
+        raise ValueError("the engine sleeps: call wake_up() first")
