@@ -60,6 +60,7 @@ def reward(values: dict[str, Any]) -> int:
 
 def _train(values: dict[str, Any], args: TrainerConfig, trainer_class: Any, **more: Any) -> int:
     from ..datasets.sources import load_rows
+    from ..runs.signals import StopSignal
 
     files = make(TrainFiles, values)
     read = {name: value for name in ("model", "data", "eval_data") if (value := getattr(files, name))}
@@ -68,21 +69,23 @@ def _train(values: dict[str, Any], args: TrainerConfig, trainer_class: Any, **mo
             show_training(trainer_class, args, read)
         return 0
 
-    if num_processes() > 1:
-        world()  # before anything of CUDA
-
     class CommandLineTrainer(trainer_class):
         def run_config(self) -> dict[str, Any]:
             """The trainer's own with the files it reads, so that --config takes it."""
             return super().run_config() | read
 
-    trainer = CommandLineTrainer(
-        model=files.model,
-        args=args,
-        train_dataset=load_rows(read["data"], args.rows.wanted),
-        eval_dataset=load_rows(files.eval_data, args.rows.wanted, "test") if files.eval_data else None,
-        **more,
-    )
+    with StopSignal(num_processes() > 1, launched_rank() == 0, early=True) as stop:
+        if num_processes() > 1:
+            world()  # before anything of CUDA
+        trainer = CommandLineTrainer(
+            model=files.model,
+            args=args,
+            train_dataset=load_rows(read["data"], args.rows.wanted),
+            eval_dataset=load_rows(files.eval_data, args.rows.wanted, "test") if files.eval_data else None,
+            **more,
+        )
+        if stop.requested:
+            trainer.stop()
     trainer.train()
     if trainer.is_world_process_zero():
         _say_what_is_there(trainer, args)

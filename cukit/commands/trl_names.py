@@ -191,7 +191,7 @@ def _explain(found: Translated, known: list[str], where: str, prefix: str) -> st
     """One line for all names: taken as …, not needed because …, not there yet, unknown."""
     if len(found.unknown) == 1 and not found.missing and not found.left_out:
         name = found.unknown[0]
-        return f"unknown option {prefix + name if prefix else repr(name)}{where}{nearest(name, known, prefix)}"
+        return f"unknown option {prefix + name if prefix else repr(name)}{where}{_way_out(name, known, prefix)}"
     parts = []
     if found.taken:
         parts.append("taken as: " + ", ".join(f"{name} as {option}" for name, option in sorted(found.taken.items())))
@@ -217,6 +217,14 @@ def _with_reasons(found: Iterable[Row], prefix: str, values: Mapping[Row, Any] |
     return ", ".join(f"{', '.join(names)} ({why})" for why, names in reasons.items())
 
 
+def _way_out(name: str, known: list[str], prefix: str) -> str:
+    """What to give in place of an unknown name, as the end of an error message."""
+    if name == "lora_adapter_path" and "model" in known:  # of training commands alone
+        beside = f", or beside its base as {prefix}lora_modules NAME=FOLDER" if "lora_modules" in known else ""
+        return f"; give the adapter's folder as {prefix}model{beside}"
+    return nearest(name, known, prefix)
+
+
 def _hint(name: str, known: list[str], prefix: str) -> str:
-    found = nearest(name, known, prefix).removeprefix("; ")
+    found = _way_out(name, known, prefix).removeprefix("; ")
     return f" ({found})" if found else ""

@@ -1,6 +1,7 @@
 """What a call of LLM takes and what it gives."""
 
 import json
+import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,9 @@ import numpy as np
 
 from ..options import changed
 from .config import EngineConfig, SamplingParams
+from .request import Request
+
+logger = logging.getLogger(__name__)
 
 Prompt = str | Iterable[int]  # text, or ids: a list or an integer array
 Prompts = str | list[int] | Iterable[Prompt]  # one, or several; an integer array is one too
@@ -84,3 +88,21 @@ def stored_eos(folder: Path) -> frozenset[int]:
     path = folder / "generation_config.json"
     ids = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id") if path.is_file() else None
     return frozenset(ids if isinstance(ids, list) else [] if ids is None else [ids])
+
+
+def report_errors(requests: list[Request]) -> None:
+    """Say that samples ended with "error"; ValueError if all of them did."""
+    reasons = [seq.finish_reason for request in requests for seq in request.sequences]
+    count = reasons.count("error")
+    if count and count == len(reasons):
+        raise ValueError(
+            "the model's logits are not finite (NaN or infinity): the weights are damaged or training diverged; load "
+            "an earlier checkpoint"
+        )
+    if count:
+        logger.warning(
+            '%d of %d completions ended with finish_reason "error": the model\'s logits were not finite (NaN or '
+            "infinity)",
+            count,
+            len(reasons),
+        )

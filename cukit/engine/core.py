@@ -52,7 +52,12 @@ class EngineCore:
     """Requests, their schedule, and the model that computes them."""
 
     def __init__(
-        self, model: Decoder, tokenizer: Tokenizer | None, config: EngineConfig, eos_token_ids: frozenset[int]
+        self,
+        model: Decoder,
+        tokenizer: Tokenizer | None,
+        config: EngineConfig,
+        eos_token_ids: frozenset[int],
+        quiet_plan: bool = False,
     ):
         self.model, self.tokenizer, self.eos_token_ids = model, tokenizer, eos_token_ids
         if tokenizer is not None:
@@ -64,7 +69,7 @@ class EngineCore:
                 f"{model.tensor.size} share this one: leave one of the two out"
             )
         model.exact = config.exact
-        self.plan, self.config = planned(config, model)
+        self.plan, self.config = planned(config, model, quiet_plan)
         config = self.config
         self.stats = EngineStats()
         self.blocks = BlockManager(self.plan.num_kv_blocks, config.block_size, config.enable_prefix_caching)

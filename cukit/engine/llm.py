@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal, overload
@@ -24,6 +23,7 @@ from .calls import (
     Sampling,
     engine_config,
     one_each,
+    report_errors,
     stored_eos,
 )
 from .config import EngineConfig, SamplingParams, bytes_of
@@ -33,7 +33,6 @@ from .request import Request, Sequence
 from .scores import adapter_scores, checked_sequences
 from .tensor_parallel import take_tensor
 
-logger = logging.getLogger(__name__)
 Checked = list[tuple[np.ndarray, str | None, Any]]  # prompts as check_prompt() gives them, and their adapters
 More = Callable[[list[int], list[Request]], list[tuple]]  # see LLM.run
 
@@ -60,21 +59,34 @@ class LLM:
 
     @classmethod
     def from_model(
-        cls, model: Decoder, tokenizer: Tokenizer | None = None, config: EngineConfig | None = None, **options: Any
+        cls,
+        model: Decoder,
+        tokenizer: Tokenizer | None = None,
+        config: EngineConfig | None = None,
+        quiet_plan: bool = False,
+        **options: Any,
     ) -> LLM:
-        """An engine that shares the weights of a Decoder. After they change, call reset_prefix_cache()."""
+        """An engine that shares the weights of a Decoder. After they change, call reset_prefix_cache(). quiet_plan: no
+        warning of a plan that does not fit, since a larger one, which counts this engine too, has given it.
+        """
         llm = cls.__new__(cls)
-        llm._set_up(model, tokenizer, engine_config(config, options), frozenset())
+        llm._set_up(model, tokenizer, engine_config(config, options), frozenset(), quiet_plan)
         return llm
 
     def _set_up(
-        self, model: Decoder, tokenizer: Tokenizer | None, config: EngineConfig, generation_eos: frozenset[int]
+        self,
+        model: Decoder,
+        tokenizer: Tokenizer | None,
+        config: EngineConfig,
+        generation_eos: frozenset[int],
+        quiet_plan: bool = False,
     ) -> None:
         own = model.config.eos_token_id
         configured = frozenset(own if isinstance(own, list) else [] if own is None else [own])
         eos = frozenset(tokenizer.eos_token_ids) if tokenizer else (generation_eos or configured)
         self.model, self.tokenizer = model, tokenizer
-        self.core = EngineCore(model, tokenizer, config, eos)
+        self._closed = False
+        self.core = EngineCore(model, tokenizer, config, eos, quiet_plan)
 
     @property
     def config(self) -> EngineConfig:
@@ -144,7 +156,7 @@ class LLM:
         if stream:
             return self._stream(checked, params)
         requests = self._run(checked, params)
-        _report_errors(requests)
+        report_errors(requests)
         return [self._output(request, number, False) for number, request in enumerate(requests)]
 
     def run(
@@ -247,12 +259,14 @@ class LLM:
     def wake_up(self) -> None:
         """Make the KV cache again, after sleep()."""
         self.core.wake_up()
+        self._closed = False
 
     def close(self) -> None:
         """Abort what runs and free the KV cache."""
         for request in list(self.core.requests.values()):
             self.core.abort(request)
         self.core.sleep()
+        self._closed = True
 
     def __enter__(self) -> LLM:
         return self
@@ -348,7 +362,7 @@ class LLM:
                         yield output
                 if not grown:
                     self.core.step()
-            _report_errors(requests)
+            report_errors(requests)
         finally:
             self._abandon(requests)
 
@@ -378,23 +392,8 @@ class LLM:
         return CompletionOutput(seq.index, text, ids, logprobs, seq.finish_reason, seq.stop_reason, delta)
 
     def _require_awake(self) -> None:
-        if not self.core.is_awake:
-            raise ValueError("the engine sleeps: call wake_up() first")
-
-
-def _report_errors(requests: list[Request]) -> None:
-    """Say that samples ended with "error"; ValueError if all of them did."""
-    reasons = [seq.finish_reason for request in requests for seq in request.sequences]
-    count = reasons.count("error")
-    if count and count == len(reasons):
-        raise ValueError(
-            "the model's logits are not finite (NaN or infinity): the weights are damaged or training diverged; load "
-            "an earlier checkpoint"
-        )
-    if count:
-        logger.warning(
-            '%d of %d completions ended with finish_reason "error": the model\'s logits were not finite (NaN or '
-            "infinity)",
-            count,
-            len(reasons),
-        )
+        if self.core.is_awake:
+            return
+        if self._closed:
+            raise ValueError("this LLM is closed: make a new one, or call close() later")
+        raise ValueError("the engine sleeps: call wake_up() first")

@@ -241,11 +241,13 @@ def hold_memory(backend, nbytes: int | None) -> None:
         say_once(logger, "memory_limit bounds the plan alone on a CPU: the system may give this process more")
 
 
-def planned(config: EngineConfig, model) -> tuple[Plan, EngineConfig]:
-    """The plan of an engine alone with a loaded model, and config with max_model_len and num_kv_blocks filled in."""
+def planned(config: EngineConfig, model, quiet: bool = False) -> tuple[Plan, EngineConfig]:
+    """The plan of an engine alone with a loaded model, and config with max_model_len and num_kv_blocks filled in.
+    quiet: no warning.
+    """
     gathers = model.tensor is not None and model.tensor.invariant
     use = ModelUse("model", model.own_config, model.dtype, loaded=True, gathers=gathers)
-    plan = plan_memory([use], config, model.backend, **least_memory(model.tensor, model.backend))
+    plan = plan_memory([use], config, model.backend, quiet=quiet, **least_memory(model.tensor, model.backend))
     return plan, changed(config, max_model_len=plan.max_model_len, num_kv_blocks=plan.num_kv_blocks)
 
 

@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load_file, save_file
 
 from ..backend import backend_of
@@ -179,6 +179,14 @@ def load_checkpoint(folder: str | os.PathLike) -> tuple[dict, dict]:
         raise ValueError(f"{folder / STATE_JSON} is damaged: {error}") from error
     except SafetensorError as error:
         raise ValueError(f"{folder / STATE_ARRAYS} is damaged: {error}") from error
+
+
+def stored_dtype(folder: str | os.PathLike) -> str:
+    """The dtype's name of the first tensor of a model's files."""
+    path = min(Path(folder).glob("*model*.safetensors"))
+    with safe_open(path, "numpy") as file:
+        kind = file.get_slice(min(file.keys())).get_dtype()
+    return {"BF16": "bfloat16"}.get(kind, kind.replace("F", "float"))
 
 
 def list_checkpoints(run: str | os.PathLike) -> list[Path]:

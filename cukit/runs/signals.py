@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 # What the second signal does where nothing else was installed.
 USUAL = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
 NOTICE = b"\nstopping as soon as the state can be saved; once more to stop at once\n"
+EARLY_NOTICE = b"\nstopping before the first step, once models and rows are loaded; once more to stop at once\n"
 
 
 class RunStopped(BaseException):
@@ -27,17 +28,20 @@ class StopSignal:
     such as a reward, runs inside `with stop.interruptible():`, where a stop raises RunStopped there and then. Signals
     reach the main thread only; in another thread nothing is installed and request() is the way to stop. Of several
     ranks (several) SIGUSR1 stops too, which mpirun passes on to all and srun --signal sends; the first one says so.
+
+    request() before `with` counts. early: for the time before a run begins, where Ctrl-C keeps its usual effect.
     """
 
-    def __init__(self, several: bool = False, is_first: bool = True):
+    def __init__(self, several: bool = False, is_first: bool = True, early: bool = False):
         self.requested = False
-        self._numbers = [*USUAL, *([signal.SIGUSR1] if several and hasattr(signal, "SIGUSR1") else [])]
-        self._speaks = is_first
+        self._numbers = [number for number in USUAL if not (early and number == signal.SIGINT)]
+        if several and hasattr(signal, "SIGUSR1"):
+            self._numbers.append(signal.SIGUSR1)
+        self._notice = (EARLY_NOTICE if early else NOTICE) if is_first else b""
         self._before: dict = {}
         self._interruptible = False
 
     def __enter__(self) -> StopSignal:
-        self.requested = False
         if threading.current_thread() is threading.main_thread():
             for number in self._numbers:
                 self._before[number] = signal.signal(number, self._handle)
@@ -72,8 +76,8 @@ class StopSignal:
         for other, before in self._before.items():  # the second one; a background job of a shell ignores SIGINT
             usual = USUAL.get(other, signal.SIG_DFL)
             signal.signal(other, usual if before in (None, signal.SIG_IGN) else before)
-        if self._speaks:
+        if self._notice:
             with suppress(OSError):
-                os.write(2, NOTICE)  # print() may be running already, and cannot be entered twice
+                os.write(2, self._notice)  # print() may be running already, and cannot be entered twice
         if self._interruptible:
             raise RunStopped

@@ -24,10 +24,11 @@ def evaluate(trainer) -> dict:
     several completions a prompt eval/avg@n and eval/pass@k too. Every answer goes to evaluations/step-N.jsonl.
     """
     args, scorer, started = trainer.args, trainer.eval_scorer, time.perf_counter()
-    count, seeds = args.num_generations_eval or 1, None
+    count = args.num_generations_eval or 1
     sampling = args.sampling_params(n=count, logprobs=False)
     if args.num_generations_eval is None:
         sampling.temperature = 0.0
+        seeds = list(range(len(trainer.eval_rows)))  # of environments: the same whichever rank plays them
     else:
         seeds = [prompt_seed(args.seed, EVALUATION, place) for place in range(len(trainer.eval_rows))]
 
@@ -35,7 +36,7 @@ def evaluate(trainer) -> dict:
         samples = trainer.rollout.generate(
             [trainer.eval_rows[place][1] for place in places],
             sampling,
-            seeds and [seeds[place] for place in places],
+            [seeds[place] for place in places],
             trainer.raise_if_stopped,
             row_of=lambda group: trainer.eval_rows[places[group]][0],
         )

@@ -13,7 +13,7 @@ import numpy as np
 from ..datasets.demonstrations import encode_prompts, fit_prompts
 from ..datasets.sampler import batches_an_epoch
 from ..datasets.sources import prompt_rows
-from ..engine.memory import Plan
+from ..engine.memory import DoesNotFit, Plan
 from ..engine.shapes import ModelUse
 from ..models.adapters import WithoutAdapter
 from ..models.decoder import Decoder
@@ -100,7 +100,7 @@ class PolicyTrainer(Trainer):
         """The engine, and what rewards its completions."""
         args, plan = self.args, self.plan
         sizes = {"num_kv_blocks": plan.num_kv_blocks, "max_model_len": plan.max_model_len}
-        self.rollout = Rollout(self.model, self.tokenizer, plan.sleeps_cache, **flat_values(args.engine) | sizes)
+        self.rollout = Rollout(self.model, self.tokenizer, plan.sleeps_cache, True, **flat_values(args.engine) | sizes)
         if self.environments is not None:
             self.rollout.episodes = self._make_episodes(self.environments, self.rollout)
         for one in self.reward_models.values():
@@ -178,7 +178,30 @@ class PolicyTrainer(Trainer):
         longest = max(len(ids) for _, ids in self.train_rows) + args.max_completion_length
         tokens = args.generation_size * longest
         sizes = {"packed_tokens": tokens, "longest_sequence": longest, "step_tokens": tokens // args.num_slices} | sizes
-        return super().plan_memory(*others, engine=args.engine if draws else None, trains=trains, **sizes)
+        plan = super().plan_memory(*others, engine=args.engine if draws else None, trains=trains, **sizes)
+        if draws and args.max_model_len is None:
+            self._check_room(plan, longest)
+        return plan
+
+    def _check_room(self, plan: Plan, longest: int) -> None:
+        """ValueError unless the KV cache holds one sequence of so many tokens, or of the model's own context."""
+        needed = min(longest, self.model.config.max_position_embeddings)
+        if plan.max_model_len >= needed:
+            return
+        args, blocks = self.args, self.args.num_kv_blocks
+        ways = "num_kv_blocks" if blocks is not None else plan.share_option
+        if blocks is None and self.model.backend.name == "cpu":
+            ways += " or num_kv_blocks"  # its cache has a limit of its own
+        cut = f", or give max_model_len={plan.max_model_len} to cut completions there"
+        message = (
+            f"the KV cache has room for {plan.max_model_len} tokens ({plan.num_kv_blocks} blocks of {args.block_size}),"
+            f" and the longest prompt with max_completion_length={args.max_completion_length} takes {needed}: raise "
+            f"{ways}, or lower max_completion_length"
+            f"{cut if plan.max_model_len > longest - args.max_completion_length else ''}"
+        )
+        if blocks is not None:  # no option that takes less memory would help
+            raise ValueError(message)
+        raise DoesNotFit(message, plan)
 
     @property
     def updates_a_generation(self) -> int:

@@ -95,12 +95,12 @@ class Samples:
 class Rollout:
     """An engine that shares the trainer's weights. Call weights_changed() after every update.
 
-    sleeps: the KV cache is given back between rollouts, for the memory that training needs. episodes: set it to play
-    with environments.
+    sleeps: the KV cache is given back between rollouts, for the memory that training needs. quiet_plan: the run's plan
+    has said what does not fit. episodes: set it to play with environments.
     """
 
-    def __init__(self, model, tokenizer, sleeps: bool = False, **engine_options):
-        self.llm, self.sleeps = LLM.from_model(model, tokenizer, **engine_options), sleeps
+    def __init__(self, model, tokenizer, sleeps: bool = False, quiet_plan: bool = False, **engine_options):
+        self.llm, self.sleeps = LLM.from_model(model, tokenizer, quiet_plan=quiet_plan, **engine_options), sleeps
         self.episodes: Episodes | None = None
 
     def generate(

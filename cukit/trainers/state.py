@@ -21,6 +21,7 @@ from ..models.value_head import ValueHead
 from ..models.weights import load_model
 from ..optim import AdamW
 from ..options import say_once
+from ..runs.checkpoint import stored_dtype
 from ..runs.record import machine
 from .ranks import Ranks
 from .sharded_weights import ShardedWeights
@@ -127,8 +128,24 @@ def restore(models: dict[str, TrainedModel], arrays: dict, folder: Path) -> dict
             raise ValueError(f"{folder} holds no model {name!r}: it was written by a run without one; start a new run")
         load_weights(trained.model, source)
         if trained.optimizer is not None:  # a rank that does not train has none
+            _check_dtype(trained.model, mine, folder, source)
             trained.optimizer.load_state_dict(own_states(trained.model, mine))
     return method
+
+
+def _check_dtype(model: Decoder | ValueHead, state: dict, folder: Path, source: Path) -> None:
+    """ValueError in one line if an optimizer's state is that of weights in another type: half types alone have float32
+    masters beside them, and only the checkpoint holds these.
+    """
+    kinds = {name.rpartition(".")[2] for name in state}
+    wanted = any(bucket.dtype.itemsize == 2 for bucket in model.trained_store.buckets)
+    if "exp_avg" not in kinds or ("master" in kinds) == wanted:
+        return
+    saved = stored_dtype(source)
+    raise ValueError(
+        f"{folder} was saved by a run in {saved}, and this run is in {model.dtype.name}: resume with dtype={saved}, or "
+        "begin a new run with that folder as its model"
+    )
 
 
 def _prefix(name: str) -> str:

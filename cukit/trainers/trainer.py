@@ -296,7 +296,7 @@ class Trainer(Steps):
         return self.run.save_checkpoint()
 
     def stop(self) -> None:
-        """End the run after this step, as Ctrl-C does; for callbacks."""
+        """End the run after this step, as Ctrl-C does; for callbacks. Before train(): before the first step."""
         self._stop.request()
 
     def stop_requested(self) -> bool:

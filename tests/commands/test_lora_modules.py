@@ -72,3 +72,12 @@ def test_what_is_wrong_is_said_in_one_line(folders, capsys, monkeypatch):
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
     assert run("--model", str(FOLDER), "--lora_modules", "b=second", "--device", "cpu") == 2
     assert "lora_modules compares answers to one prompt: give --prompt" in capsys.readouterr().err
+
+
+def test_the_option_of_training_names_those_of_generate(fails):
+    given = ("--lora_adapter_path", "first")
+    ways = "give the adapter's folder as --model"
+    beside = ", or beside its base as --lora_modules NAME=FOLDER"
+    assert fails("generate", *given).endswith(f"unknown option --lora_adapter_path; {ways}{beside}")
+    assert fails("chat", *given).endswith(f"unknown option --lora_adapter_path; {ways}")
+    assert f"--lora_adapter_path ({ways}{beside})" in fails("generate", *given, "--nonsense", "1")

@@ -3,6 +3,7 @@
 import gc
 import weakref
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -260,6 +261,14 @@ def test_sleep_wake_close():
     with tiny_llm() as llm:
         llm.add_request([1, 2], GREEDY)
     assert not llm.core.is_awake
+    for refused in (llm.generate, llm.run, partial(llm.generate, stream=True), llm.add_request):
+        with pytest.raises(ValueError, match="^this LLM is closed: make a new one, or call close.. later$"):
+            refused([1, 2], GREEDY)
+    llm.wake_up()
+    assert llm.generate([[1, 2, 3]], GREEDY)[0].outputs[0].token_ids == before
+    llm.sleep()
+    with pytest.raises(ValueError, match="the engine sleeps: call wake_up"):
+        llm.generate([1, 2], GREEDY)
 
 
 def test_abort_and_abandoned_stream_leave_a_clean_engine():

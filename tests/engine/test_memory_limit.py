@@ -168,6 +168,20 @@ def test_what_does_not_fit_a_cpu_is_said_once(caplog):
     assert "KV cache" in caplog.text
 
 
+def test_a_run_that_draws_completions_and_does_not_fit_says_so_once(tmp_path, caplog):
+    from cukit import GRPOConfig, GRPOTrainer
+    from cukit.engine.llm import LLM
+
+    args = GRPOConfig(output_dir=str(tmp_path / "run"), memory_limit="1MB", max_steps=1, device="cpu", num_kv_blocks=64)
+    with caplog.at_level(logging.WARNING):
+        trainer = GRPOTrainer("data/tiny-qwen3", "format", args, [{"prompt": "1+2="}] * 8)
+    assert sum("this run needs at least" in record.getMessage() for record in caplog.records) == 1
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):
+        LLM.from_model(trainer.model, num_kv_blocks=64)
+    assert "this run needs at least" in caplog.text, "an engine alone says it itself"
+
+
 def test_a_benchmark_holds_the_process_to_it(tmp_path):
     sizes = ["--rows", "2", "--tokens_per_row", "8", "--completion", "4", "--repeats", "1", "--device", "cpu"]
     assert cukit_cli.main(["bench", "train", *sizes, "--memory_limit", "3GB"]) == 0

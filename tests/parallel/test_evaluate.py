@@ -13,13 +13,20 @@ pytestmark = [pytest.mark.mpi, needs_mpi]
 
 PLAYED = Path(__file__).parents[1] / "trainers/playing.py"
 SAMPLED = "--tasks arithmetic --limit 5 --n 2 --temperature 1 --max_tokens 16".split()
-ENVIRONMENT = f"--environment {PLAYED}:Asking --reward_funcs length(target=30) --stop 1,2,a --max_tokens 30".split()
+ENVIRONMENT = f"--environment {PLAYED}:Asking --reward_funcs length(target=30) --stop 1 2 = +".split()
 
 
 def started(ranks, *options):
     words = ["-m", "cukit_cli", "eval", "--model", TINY, "--device", "cpu", *options]
     called = command(ranks, *words)
     return subprocess.run(called, capture_output=True, text=True, env=environment(), timeout=100)
+
+
+def questions(folder):
+    """A file of 5 conversations, of which the last two begin as the first two do."""
+    rows = [{"prompt": [{"role": "user", "content": "+".join("12345"[: 1 + i % 3])}]} for i in range(5)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder / "rows.jsonl"
 
 
 @pytest.fixture
@@ -46,10 +53,22 @@ def test_the_rows_or_the_model_are_shared_out(evaluated):
 
 
 def test_environments_are_those_of_the_prompts_place(evaluated, tmp_path):
-    rows = [{"prompt": [{"role": "user", "content": "+".join("12345"[: 1 + i % 3])}]} for i in range(5)]
-    data = tmp_path / "rows.jsonl"
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert evaluated(1, *ENVIRONMENT, "--data", data) == evaluated(2, *ENVIRONMENT, "--data", data)
+    given = [*ENVIRONMENT, "--data", questions(tmp_path), "--max_tokens", "60"]
+    assert evaluated(1, *given) == evaluated(2, *given)
+
+
+def test_environments_of_a_training_run_are_those_of_the_prompts_place(tmp_path):
+    data = questions(tmp_path)
+    options = """--max_steps 1 --max_completion_length 60 --eval_on_start true --eval_strategy steps --eval_steps 9
+        --num_generations 2 --generation_batch_size 4 --per_device_train_batch_size 2""".split()
+    found = []
+    for ranks in (1, 2):
+        files = ["--model", TINY, "--data", data, "--eval_data", data, "--output_dir", tmp_path / f"run-{ranks}"]
+        called = command(ranks, "-m", "cukit", "grpo", *files, "--device", "cpu", *ENVIRONMENT, *options)
+        done = subprocess.run(called, capture_output=True, text=True, env=environment(), timeout=100)
+        assert done.returncode == 0, done.stdout + done.stderr
+        found.append((tmp_path / f"run-{ranks}" / "evaluations" / "step-0.jsonl").read_text())
+    assert len(found[0].splitlines()) == 5 and found[1] == found[0]
 
 
 def test_mistakes_are_said_once(tmp_path):

@@ -139,6 +139,32 @@ def test_sigusr1_at_mpirun_stops_all_in_order(tmp_path):
     assert steps[0] == steps[1] == int(latest_checkpoint(tmp_path / "run" / "run").name.split("-")[1])
 
 
+EARLY = """
+import os, signal, sys
+import cukit.datasets.sources as sources
+import cukit_cli
+load, numbers = sources.load_rows, [signal.SIGUSR1]
+def signalled(*given):
+    if numbers:
+        os.kill(os.getpid(), numbers.pop())
+    return load(*given)
+sources.load_rows = signalled
+sys.exit(cukit_cli.main())
+"""
+
+
+def test_sigusr1_while_rows_load_stops_before_the_first_step(tmp_path):
+    """As mpirun passes it on to all: each rank keeps it, and the run ends in one line."""
+    sizes = ["--per_device_train_batch_size", "2", "--max_steps", "100000", "--zero_stage", "3"]
+    called = command(2, "-c", EARLY, "sft", "--output_dir", tmp_path / "run", "--device", "cpu", *sizes)
+    done = subprocess.run(called, capture_output=True, text=True, env=environment(), timeout=240)
+    output = done.stdout + done.stderr
+    assert done.returncode == 130, output
+    assert output.count("stopped before the first step; nothing was saved") == 1, output
+    assert output.count("once models and rows are loaded; once more to stop at once") == 1
+    assert "error: " not in output and not (tmp_path / "run").exists()
+
+
 def test_benchmarks_report_once(tmp_path):
     """bench train and bench grpo count the tokens of all processes."""
     for name, sizes, key in (

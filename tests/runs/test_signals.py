@@ -85,3 +85,19 @@ def test_of_several_ranks_usr1_is_a_request_and_the_first_one_says_so(capfd):
         os.kill(os.getpid(), signal.SIGUSR1)
         assert stop.requested and signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
     assert "once more to stop at once" in capfd.readouterr().err
+
+
+def test_before_a_run_begins_ctrl_c_ends_at_once_and_sigterm_is_a_request(capfd):
+    with pytest.raises(KeyboardInterrupt), StopSignal(early=True) as stop:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.requested
+        os.kill(os.getpid(), signal.SIGINT)
+    assert "stopping before the first step" in capfd.readouterr().err
+
+
+def test_a_request_before_it_begins_counts():
+    stop = StopSignal()
+    stop.request()
+    with stop, pytest.raises(RunStopped):
+        stop.raise_if_requested()
+    assert not stop.requested

@@ -83,6 +83,29 @@ def test_what_cuts_completions_off_is_named(make_grpo, capsys, options, where):
     assert f"completions were {where}" in capsys.readouterr().out
 
 
+def test_a_cache_without_room_for_one_sequence_is_refused(make_grpo):
+    """But for a max_model_len that is given: it cuts completions off on purpose."""
+    sizes = {"max_completion_length": 60, "block_size": 4}
+    longest = max(len(ids) for _, ids in make_grpo(**sizes).train_rows) + 60
+    blocks = -(-longest // 4)
+    make_grpo(**sizes, num_kv_blocks=blocks)
+    with pytest.raises(ValueError) as error:
+        make_grpo(**sizes, num_kv_blocks=blocks - 1)
+    room = 4 * (blocks - 1)
+    assert str(error.value) == (
+        f"the KV cache has room for {room} tokens ({blocks - 1} blocks of 4), and the longest prompt with "
+        f"max_completion_length=60 takes {longest}: raise num_kv_blocks, or lower max_completion_length, or give "
+        f"max_model_len={room} to cut completions there"
+    )
+    make_grpo(**sizes, num_kv_blocks=blocks - 1, max_model_len=room, max_steps=1).train()
+    # beyond the model's own context nothing is asked for
+    make_grpo(max_completion_length=512, block_size=4, num_kv_blocks=24)
+    with pytest.raises(ValueError, match="takes 96: raise num_kv_blocks"):
+        make_grpo(max_completion_length=512, block_size=4, num_kv_blocks=23)
+    with pytest.raises(ValueError, match="raise memory_limit or num_kv_blocks, or lower max_completion_length; "):
+        make_grpo(**sizes, memory_limit="1MB")  # not even a prompt has room
+
+
 def test_sampled_evaluation(make_grpo, rows):
     trainer = make_grpo(eval_dataset=rows, num_generations_eval=3)
     assert trainer.evaluate()["eval/reward"] == trainer.evaluate()["eval/reward"]  # its draws are seeded

@@ -45,6 +45,19 @@ def test_a_checkpoint_resumes_with_another_form(make_sft, make_model):
         assert logged(again, "loss")[-1] == pytest.approx(logged(first, "loss")[-1], rel=0.05)
 
 
+@pytest.mark.parametrize("saved, resumed", [("bfloat16", "float32"), ("float32", "float16"), ("float16", "float64")])
+def test_a_checkpoint_of_another_dtype_is_named(make_sft, make_model, saved, resumed):
+    first = make_sft(model=make_model(saved), save_steps=1, max_steps=1)
+    first.train()
+    folder = first.run_folder / "checkpoint-1"
+    with pytest.raises(ValueError) as error:
+        make_sft(model=make_model(resumed)).train(resume_from_checkpoint=str(folder))
+    assert str(error.value) == (
+        f"{folder} was saved by a run in {saved}, and this run is in {resumed}: resume with dtype={saved}, or begin a "
+        "new run with that folder as its model"
+    )
+
+
 def test_form_and_seed_reach_the_optimizer(make_grpo):
     ends = {}
     for form, seed in (("float32", 3), ("bfloat16", 3), ("int8", 3), ("int8", 4)):
@@ -124,6 +137,6 @@ def test_auto_takes_the_level_of_the_plan_and_says_so(make_sft, make_ppo, caplog
         loop, "plan_memory", lambda *args, **more: plan_memory(*args, **more, total_bytes=10**9, free_bytes=0)
     )
     auto = {"gradient_checkpointing": "auto"}
-    for trainer in (make_sft(**auto), make_ppo(critic="separate", **auto)):
+    for trainer in (make_sft(**auto), make_ppo(critic="separate", num_kv_blocks=64, **auto)):
         levels = {one.model.gradient_checkpointing for one in trainer.models.values()}
         assert levels == {trainer.plan.level} == {"full"} and "selective needs" in trainer.plan.why

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+import cukit_cli
+from cukit.datasets import sources
 from cukit.runs.checkpoint import latest_checkpoint, newest_model
 from cukit.trainers.callbacks import TrainerCallback
 
@@ -224,3 +226,20 @@ def test_an_error_in_an_update_saves_nothing(make_sft, monkeypatch):
     with pytest.raises(RuntimeError):
         trainer.train()
     assert latest_checkpoint(trainer.run_folder).name == "checkpoint-2"
+
+
+def test_sigterm_while_rows_load_is_kept_until_the_first_step(monkeypatch, tmp_path, capfd):
+    load, before, numbers = sources.load_rows, signal.getsignal(signal.SIGTERM), [signal.SIGTERM]
+
+    def signalled(*given):
+        if numbers:
+            os.kill(os.getpid(), numbers.pop())
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL  # once more ends at once
+        return load(*given)
+
+    monkeypatch.setattr(sources, "load_rows", signalled)
+    code = cukit_cli.main(["sft", "--output_dir", str(tmp_path / "run"), "--device", "cpu"])
+    captured = capfd.readouterr()
+    assert code == 130 and "stopped before the first step; nothing was saved" in captured.out + captured.err
+    assert captured.err.count("stopping before the first step, once models and rows are loaded") == 1
+    assert signal.getsignal(signal.SIGTERM) is before and not (tmp_path / "run").exists()
