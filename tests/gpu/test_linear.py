@@ -195,7 +195,7 @@ def test_our_own_product_takes_over_where_cublas_does_not_add_in_order(monkeypat
         "_compare",
         lambda outs, ins, dtype, biased, bucket: adds_in_order if bucket == "in order" else bucket > 100,
     )
-    ways = [exact.choose_product(rows, 640, 64, np.dtype(np.float16), False) for rows in (3, 60, 1000)]
+    ways = [exact.choose_product(rows, 640, 96, np.dtype(np.float16), False) for rows in (3, 60, 1000)]
     large = (1024, exact.cublas_product) if adds_in_order else (1000, exact.in_order_product)
     assert ways == [
         (3, exact.in_order_product),
