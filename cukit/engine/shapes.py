@@ -343,12 +343,13 @@ def _parts(use: ModelUse, engine: EngineConfig, backend) -> int:
 def _forward_bytes(use: ModelUse, dtype) -> int:
     """Bytes a token of a forward pass that keeps nothing: the residual stream, and the larger half of a layer."""
     config, ranks = use.config, use.config.vocab_parts
-    queries, width = config.num_attention_heads * config.head_dim, config.intermediate_size
+    hidden, queries, width = config.hidden_size, config.num_attention_heads * config.head_dim, config.intermediate_size
     qkv = queries + 2 * config.num_key_value_heads * config.head_dim
-    half = max(2 * qkv + queries, 3 * width)
+    beside = any(use.adapter_columns)  # what an adapter adds to gate and up lies beside them
+    halves = [3 * hidden + 2 * qkv + queries, 4 * hidden + (4 if beside else 3) * width]
     if use.gathers and ranks > 1:  # a rank's own columns, and those of all: as they arrive and side by side
-        half = max(half, (1 + 2 * ranks) * max(queries, width))
-    return (3 * config.hidden_size + half) * dtype.itemsize
+        halves.append(3 * hidden + (1 + 2 * ranks) * max(queries, width))
+    return max(halves) * dtype.itemsize
 
 
 def cache_dtype(engine: EngineConfig, dtype) -> np.dtype:

@@ -149,6 +149,7 @@ class Decoder(Module):
             else:
                 x = around.leave(index, layer.mlp.down_proj(x))
                 h, residual = add_rms_norm(x, residual, next_norm.weight, next_norm.eps)
+            del x  # not held through the next layer
         if around is not None:
             around.end()
         return h

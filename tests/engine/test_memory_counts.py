@@ -210,6 +210,33 @@ def test_activations_of_ranks_are_counted_as_their_tapes_hold_them(config, invar
         assert many - few == 3 * tokens * layer.kept[level]
 
 
+def test_a_pass_of_the_engine_counts_what_an_adapter_adds(monkeypatch):
+    tokens, meter = 1000, metered(monkeypatch)
+    model = Decoder(SHAPE, meter, "bfloat16")
+
+    class Beside:
+        on = True
+
+        def base_weight(self, layer):
+            return layer.weight
+
+        def __call__(self, x, layer):
+            y = layer.plain(x)
+            meter.empty(y.data.shape, y.data.dtype)  # what is added lies beside it for a moment
+            return y
+
+    for layer in model.layers:
+        layer.mlp.gate_up_proj.adapter = Beside()
+    ids = meter.array(np.zeros(tokens, np.int32))
+    before = meter.live
+    meter.forget_peak()
+    with no_grad():
+        model.forward(ids, ids, PackedCausal(ids))
+    uses = [ModelUse("model", SHAPE, "bfloat16", adapter_columns=columns) for columns in ((0, 0), (35, 5))]
+    less, counted = (tokens * shapes._forward_bytes(use, np.dtype(np.float16)) for use in uses)
+    assert less < meter.peak - before <= counted < 1.2 * (meter.peak - before)
+
+
 @pytest.mark.parametrize("size", [2, 8])
 def test_a_pass_of_the_engine_counts_what_is_gathered(size, monkeypatch):
     tokens, meter = 1000, metered(monkeypatch)

@@ -150,8 +150,8 @@ def _compare_now(weight, bucket) -> bool:
 
 
 def _compare(out_features, in_features, dtype, biased, bucket):
-    inputs, _, numbers = _examples(in_features, dtype)
-    w = _example_weight(out_features, in_features, dtype)
+    inputs, weights, numbers = _examples(in_features, dtype)
+    w = repeated_rows(weights, out_features)
     bias = None
     if biased:  # every other one so small that it does not hide a sum's bits
         scales = np.where(np.arange(out_features) % 2, 1, 64)
@@ -190,11 +190,6 @@ def _examples(in_features, dtype):
     w = generator.standard_normal((512, in_features), dtype=np.float32)
     w[:, in_features - half :] = w[:, :half] * (1 + w[:, in_features - half :] / 64)
     return x.astype(dtype), w.astype(dtype), generator.standard_normal(4099, dtype=np.float32)
-
-
-@functools.lru_cache(maxsize=1)
-def _example_weight(out_features, in_features, dtype):
-    return repeated_rows(_examples(in_features, dtype)[1], out_features)
 
 
 def _same_bits(a, b) -> bool:
