@@ -77,6 +77,7 @@ HEADER_LEVELS = {
     "philox.cuh": 1,
     "e4m3.cuh": 1,
     "filters.cuh": 2,
+    "linear.cuh": 2,
     "attention_rows.cuh": 2,
     "tiles_mma.cuh": 2,
     "tiles_wgmma.cuh": 3,
@@ -122,7 +123,7 @@ NOUNS = {
 }
 # Files of a shelf that are no noun's: what several nouns use, and what the other shelves do not need.
 HELPERS = {
-    "kernels": set(),
+    "kernels": {"linear_few"},
     "cuda": set("checked compile constants cublas exact loader nccl pool repeated verdicts versions".split()),
     "numpy": {"attention_core", "threads"},
     "ops": {"elementwise", "tensor_parallel"},

@@ -11,8 +11,8 @@ from cukit.backend.cuda.exact import MULTIPROCESSORS, TILES, in_order_tile  # no
 
 
 def test_the_kernel_has_these_tiles():
-    built = re.findall(r"if \((.*)\)\n\s+small_tile<(\d+), (\d+)>\(", source("linear"))
-    last = re.findall(r"else\n\s+small_tile<(\d+), (\d+)>\(", source("linear"))
+    built = re.findall(r"if \((.*)\)\n\s+small_tile<(\d+), (\d+)>\(", source("linear_few"))
+    last = re.findall(r"else\n\s+small_tile<(\d+), (\d+)>\(", source("linear_few"))
     assert sorted([*((int(r), int(o)) for _, r, o in built), *((int(r), int(o)) for r, o in last)]) == [*TILES[:-1]]
     for tile in TILES[:-1]:  # the first condition that holds leads to it
         fitting = (found for found in built if eval(found[0].replace("&&", "and"), dict(zip(NAMES, tile))))

@@ -1,4 +1,4 @@
-"""The product in order (kernels/linear.cu) beside cuBLAS. Needs a GPU.
+"""The product in order (kernels/linear.cu, linear_few.cu) beside cuBLAS. Needs a GPU.
 
 python tests/oracle/product_speed.py [--few]
 

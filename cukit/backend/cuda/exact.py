@@ -39,7 +39,7 @@ from .verdicts import card_verdicts
 
 logger = logging.getLogger(__name__)
 TILE, THREADS = source_constant("linear", "TILE"), source_constant("linear", "THREADS")
-SMALL_SHARED = source_constant("linear", "SMALL_SHARED")
+SMALL_SHARED = source_constant("linear_few", "SMALL_SHARED")
 # (rows, outs) of a block; the last is linear_in_order's, the others linear_in_order_small's.
 TILES = (16, 8), (16, 16), (16, 32), (16, 64), (32, 32), (32, 64), (TILE, TILE)
 # What the choice among them reckons with; only speed depends on it.
@@ -220,11 +220,11 @@ def in_order_product(x, w, bias=None, tile=None):
     (rows, ins), outs = x.shape, w.shape[0]
     y = empty((rows, outs), x.dtype)
     tile = tile or (in_order_tile(rows, outs) if x.itemsize == 2 else TILES[-1])
-    grid, kernels = (-(-outs // tile[1]), -(-rows // tile[0])), load("linear", x.dtype)
+    grid, given = (-(-outs // tile[1]), -(-rows // tile[0])), (y, x, w, bias, rows, ins, outs)
     if tile == TILES[-1]:
-        kernels.linear_in_order(grid, THREADS, y, x, w, bias, rows, ins, outs)
+        load("linear", x.dtype).linear_in_order(grid, THREADS, *given)
     else:
-        kernels.linear_in_order_small(grid, THREADS, y, x, w, bias, rows, ins, outs, *tile, shared=SMALL_SHARED)
+        load("linear_few", x.dtype).linear_in_order_small(grid, THREADS, *given, *tile, shared=SMALL_SHARED)
     return y
 
 
