@@ -1,6 +1,6 @@
-// Products in order of half types, y (T, O) = x (T, I) wᵀ + bias (O) with w (O, I), in smaller tiles than linear.cu's: the
-// same instructions in the same order for each element of y, hence the same bits, but for few rows more blocks, and in
-// each more bytes on their way.
+// Products in order of half types, y (T, O) = x (T, I) wᵀ + bias (O) with w (O, I), in smaller tiles than linear.cu's:
+// the same instructions in the same order for each element of y, hence the same bits, but for few rows more blocks, and
+// in each more bytes on their way.
 // specialise: SCALAR=bf16,f16
 // arch: sm_80 sm_89 sm_90a sm_100 sm_120
 #include "linear.cuh"
