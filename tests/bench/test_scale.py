@@ -1,6 +1,7 @@
 """bench scale: sums by hand, the one-GPU figures it was fitted to, and what must never be slower."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,9 +14,8 @@ from cukit.bench.simulated_rollout import draw_lengths, rollout_seconds
 from cukit.bench.single_gpu import Shape, Times
 from cukit.bench.subject import config_of
 
-# launch + weights = 1, a row 0.1, a key 0.01; from 12 rows on products take longer than the weights; a FLOP of a prompt
-# 1/1000 s, of training 1/100 s
-ROUND = Times(0.75, 0.25, 0.021, 0.1, 0.01, 1000.0, 100.0, 0.0, 0.5, 0.25)
+# launch + weights = 1, products nothing, a row 0.1, a key 0.01; a FLOP of a prompt 1/1000 s, of training 1/100 s
+ROUND = Times(0.75, 0.25, 0.0, 0.1, 0.01, 1000.0, 100.0, 0.0, 0.5, 0.25)
 # 30 parameters: two layers of 10 and a vocabulary of 10; no work of attention
 SMALL = Shape("small", 30, 2, 4, 0, 10, 1, 1)
 
@@ -78,15 +78,17 @@ def test_what_has_no_room_waits():
 
 @pytest.mark.parametrize("seed", range(4))
 def test_a_rollout_is_the_sum_of_its_steps(seed):
-    """The events against a loop over all steps, where everything has room."""
-    generator = np.random.default_rng(seed)
+    """The events against a loop over all steps, where everything has room. From 12 rows on products take longer than
+    the weights.
+    """
+    times, generator = replace(ROUND, product=0.021), np.random.default_rng(seed)
     lengths, step = generator.integers(1, 30, (5, 3)), 0
     seconds = max(1.0, 5 * 7 * 2 * 30 / 1000)
     for step in range(1, lengths.max()):
         alive = lengths > step
         keys = step * alive.sum() + 7 * alive.any(axis=1).sum()
-        seconds += 0.75 + max(0.25, 0.021 * alive.sum()) + 0.1 * alive.sum() + 0.01 * keys
-    assert rollout_seconds(lengths, 7, SMALL, ROUND, 10**6, 99) == pytest.approx(seconds)
+        seconds += 0.75 + (0.25**4 + (0.021 * alive.sum()) ** 4) ** 0.25 + 0.1 * alive.sum() + 0.01 * keys
+    assert rollout_seconds(lengths, 7, SMALL, times, 10**6, 99) == pytest.approx(seconds)
 
 
 def test_lengths():
@@ -107,13 +109,14 @@ def test_lengths():
 
 
 def test_one_gpu_gives_the_measured_step_back():
-    """docs/BENCHMARKS.md, eighth section: 8.56 s = 5.13 + 3.39 under a limit of 32 GB, of which the plan leaves
-    20.65 to the cache: no room for all rows at once. bench grpo generates slower than G, on which the fit counts.
+    """docs/BENCHMARKS.md, eighth section: 8.56 s = 5.13 + 3.39 under a limit of 32 GB, whose cache has no room for
+    all rows at once (its size is not recorded; from 16 to 29 GB it makes two waves).
     """
-    (row,) = rows(gpus=[1], kv_cache_gb=20.65)
-    assert row["rollout_seconds"] == pytest.approx(5.13, rel=0.035)
-    assert row["train_seconds"] + row["update_seconds"] == pytest.approx(3.39, rel=0.01)
-    assert row["seconds"] == pytest.approx(8.56, rel=0.022) and row["efficiency"] == 1
+    for cache in (18, 24, 28):
+        (row,) = rows(gpus=[1], kv_cache_gb=cache)
+        assert row["rollout_seconds"] == pytest.approx(5.13, rel=0.03)
+        assert row["train_seconds"] + row["update_seconds"] == pytest.approx(3.39, rel=0.01)
+        assert row["seconds"] == pytest.approx(8.56, rel=0.02) and row["efficiency"] == 1
 
 
 def test_one_gpu_gives_the_measured_rates_back():
@@ -153,8 +156,11 @@ def test_decode_steps_take_what_was_measured(model, count, milliseconds, within)
 
 def test_few_rows_hide_behind_the_weights():
     times = job(model="qwen3-8b").times
-    assert times.step(64) - times.step(1) == pytest.approx(63 * times.row)
-    assert times.step(512) - times.step(256) == pytest.approx(256 * (times.row + times.product))
+    equal = times.weights / times.product
+    for count, more in ((1, 1.0), (equal / 4, 1.001), (equal, 2**0.25), (4 * equal, 1.001)):
+        longer = max(times.weights, count * times.product)
+        found = times.step(count) - times.launch - count * times.row
+        assert found == pytest.approx(more * longer, rel=1e-4)
     slower = times.decoding(3.0)
     assert all(slower.step(count) == pytest.approx(3 * times.step(count)) for count in (0, 1, 512))
 
