@@ -13,9 +13,10 @@ from .presets import GRPO, TRAIN
 
 # Fitted to Qwen3-0.6B's shape in bfloat16 on an H200. docs/BENCHMARKS.md: T1 with full recompute, 105,932 tok/s, and
 # log-probs without gradient, 396,842 tok/s (eighth section); G without an adapter, 62,057 and 61,757 tok/s (seventh);
-# N, 22,731 and 22,616 tok/s (fourth); decoding of one sequence of Qwen3-4B, 4.23 ms (eighth), of one and of 64 of
-# Qwen3-8B, 6.27 and 6.70 ms (ninth). docs/LOG.md: decoding of one and of eight sequences, 1.791 and 1.672 ms.
-# tests/bench/test_scale.py says how well these come back.
+# N, 22,731 and 22,616 tok/s (fourth); the generation of a step under 32 GB, 5.13 s, and decoding of one and of eight
+# sequences of Qwen3-4B, 4.23 and 4.25 ms (eighth), of one and of 64 of Qwen3-8B, 6.27 and 6.70 ms (ninth). docs/LOG.md:
+# decoding of one and of eight sequences, 1.791 and 1.672 ms. tests/bench/test_scale.py says how well these come back;
+# form and constants were chosen by it, so it is no check of them. The figures of two GPUs there are one.
 LAUNCH = 47.85e-6  # seconds a layer of a decode step that no size changes
 WEIGHT_BYTES_PER_SECOND = 3.28e12  # at which a decode step reads the weights
 ROW = 115e-9  # seconds a row and layer of a decode step, beside products and keys
