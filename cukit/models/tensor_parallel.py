@@ -39,8 +39,10 @@ class TensorParallel:
         self.rank, self.size = group.rank, group.size
 
     def on(self, backend: Any) -> Any:
-        """The group for a backend's arrays."""
-        return self.group.on(backend)
+        """The group for a backend's arrays, of training and of an engine's steps. Every rank calls it."""
+        group = self.group.on(backend)
+        group.prepare_steps()
+        return group
 
     def borders(self, count: int) -> tuple[int, ...]:
         """(size + 1) borders of the ranks' shares of so many rows or columns."""

@@ -54,6 +54,11 @@ class Group:
         """The value of each rank, in their order: any small Python value."""
         return [value]
 
+    def prepare_steps(self) -> None:
+        """Before collectives are called in steps that the device repeats by itself (Graphs). Every rank calls it; again
+        does nothing.
+        """
+
     def beside(self) -> AbstractContextManager[None]:
         """Collectives inside, and what is computed there, come after what the device was told before; what it is told
         later does not wait for them. Their arrays must live until join().

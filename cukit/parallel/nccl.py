@@ -26,8 +26,8 @@ class NCCLGroup(RankedGroup):
                     f"ranks {first} and {rank} use the same GPU ({place[1]} of {place[0]}): start one process a GPU, "
                     "and let each see its own, or all of its host (CUDA_VISIBLE_DEVICES, --gpus-per-task)"
                 )
-        unique_id = host.gather_values(library.unique_id() if self.rank == 0 else None, "start of NCCL")[0]
-        self._link = library.Communicator(self.size, self.rank, unique_id)
+        self._new_id = lambda: host.gather_values(library.unique_id() if self.rank == 0 else None, "start of NCCL")[0]
+        self._link = library.Communicator(self.size, self.rank, self._new_id())
 
     def all_reduce(self, array: Any, what: str = "all_reduce", fast: bool = False) -> None:
         """Of two ranks the library's own sum has the bits of the sum in order, a + b, and is one launch."""
@@ -45,6 +45,9 @@ class NCCLGroup(RankedGroup):
 
     def all_parts(self, array: Any, what: str = "all_parts") -> Any:
         return self._link.all_parts(array).reshape(self.size, *array.shape)
+
+    def prepare_steps(self) -> None:
+        self._link.prepare_steps(self._new_id)
 
     def beside(self) -> AbstractContextManager[None]:
         return self._link.beside()

@@ -1,5 +1,6 @@
 """Two GPUs that share a model do what one does, through NCCL. Run by pytest itself: it starts mpirun."""
 
+import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +9,8 @@ import pytest
 from cukit.backend import backend_for
 from cukit.runs.metrics import read_jsonl
 
-from ..parallel.launch import needs_mpi, run
+from ..parallel import launch
+from ..parallel.launch import command, environment, needs_mpi, run
 from .test_ranks import DIFFERENCE
 
 pytestmark = pytest.mark.gpu
@@ -80,6 +82,16 @@ def test_sampler_and_trainer_agree_in_every_bit(case, two_gpus, two):
 def test_a_captured_step_draws_what_a_plain_one_draws(two_gpus, two):
     for name, array in two["grpo"][0][1].items():
         np.testing.assert_array_equal(array, two["grpo eager"][0][1][name], err_msg=name)
+
+
+@needs_mpi
+def test_exchanges_of_graphs_and_plain_ones_take_turns(two_gpus):
+    """With no wait between them, as prompts come between decode steps. NCCL promises it of two communicators alone; one
+    gave the same here, so this test does not tell that there are two (test_nccl.py does).
+    """
+    program = Path(launch.__file__).with_name("run_exchanges.py")
+    done = subprocess.run(command(2, program), env=environment(), capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0 and done.stdout.count("exchanges: equal") == 2, done.stdout + done.stderr
 
 
 @needs_mpi

@@ -3,6 +3,7 @@
 import ctypes
 import gc
 import importlib.util
+import os
 import sys
 import threading
 import weakref
@@ -158,6 +159,44 @@ def test_a_communicator_lasts_as_long_as_its_process(library):
     links = [weakref.ref(link) for link in on_gpus(2, lambda group: group._link._link)]
     gc.collect()
     assert all(link() is not None for link in links)
+
+
+def test_steps_that_become_graphs_have_a_communicator_of_their_own(library, monkeypatch):
+    """NCCL does not order what is captured among other calls then, which is what this mode of it is for."""
+    assert os.environ["NCCL_GRAPH_MIXING_SUPPORT"] == "0"
+    used = []
+
+    def noted(old):
+        def call(self, *given):
+            used.append(self)
+            return old(self, *given)
+
+        return call
+
+    for name in ("allGather", "broadcast", "allReduce", "send"):
+        monkeypatch.setattr(Link, name, noted(getattr(Link, name)))
+
+    def exchange(group):
+        group.all_parts(device(np.zeros(4, np.float32)))
+        group.broadcast(device(np.zeros(4)))
+        group.all_reduce(device(np.zeros(4, np.float32)), fast=True)
+        group.all_gather(device(np.zeros(4)), borders=[0, 1, 4])
+
+    def work(group):
+        for _ in range(2):
+            group.prepare_steps()
+        step = Stream()
+        step.is_of_steps = True
+        with step:
+            exchange(group)
+        in_steps = group._link._link_of_steps
+        mine = [link for link in used if link.rank == group.rank]
+        assert len(mine) == 4 and all(link is in_steps for link in mine)
+        exchange(group)
+        rest = [link for link in used if link.rank == group.rank][4:]
+        assert len(rest) == 4 and all(link is group._link._link for link in rest) and rest[0] is not in_steps
+
+    on_gpus(2, work)
 
 
 @pytest.mark.parametrize("size", [2, 3])

@@ -36,10 +36,15 @@ class Graphs:
         return function if CHECK else _Step(function, self._arena)
 
 
+class _StepStream(cp.cuda.Stream):
+    """A blocking one: ordered with the default stream, which brings the inputs and takes the results."""
+
+    is_of_steps = True  # nccl.py looks for it
+
+
 @functools.cache
 def _stream():
-    # A blocking one: ordered with the default stream, which brings the inputs and takes the results.
-    return cp.cuda.Stream()
+    return _StepStream()
 
 
 class _Step:
@@ -52,6 +57,7 @@ class _Step:
         if self._graph is None:
             self._calls += 1
             if self._calls == 1 or self._failures == ATTEMPTS or not self._capture():
+                _stream().synchronize()  # no graph runs while the same exchanges come plainly (nccl.py)
                 with _stream(), cp.cuda.using_allocator(self._arena.malloc):
                     return self._function()
         self._graph.launch()

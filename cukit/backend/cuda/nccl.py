@@ -2,10 +2,15 @@
 
 Everything runs on a stream of its own: after what the device was told before the call, and before what it is told
 after it, unless it is called beside(). The host does not wait.
+
+Exchanges of steps that become CUDA graphs (graph.py) have a communicator of their own. Then NCCL need not order those
+of graphs among others, which takes as long as a small exchange itself (docs/BENCHMARKS.md). What it asks for instead
+holds: graphs run one after the other, and no other call comes to that communicator while one runs.
 """
 
 import ctypes
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import cupy as cp
@@ -17,6 +22,7 @@ KINDS = {
     "float32": "NCCL_FLOAT32",
     "float64": "NCCL_FLOAT64",
 }  # dtype -> NCCL's name of it
+os.environ.setdefault("NCCL_GRAPH_MIXING_SUPPORT", "0")  # NCCL reads it at its first call
 INSTALL = "pip install 'nvidia-nccl-cu12>=2.18,<3' (of cupy-cuda13x: nvidia-nccl-cu13)"
 
 
@@ -43,12 +49,22 @@ class Communicator:
 
     def __init__(self, size: int, rank: int, unique_id: bytes):
         self.size, self.rank = size, rank
-        self._link = nccl.NcclCommunicator(size, unique_id, rank)
-        # NCCL destroys a communicator after the last graph that holds its kernels, and waits for that for ever; Python
-        # takes unused objects apart in any order. One reference more keeps this one.
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._link))
+        self._link = self._new_link(unique_id)
+        self._link_of_steps: nccl.NcclCommunicator | None = None
         self._stream = cp.cuda.Stream(non_blocking=True)
         self._side = cp.cuda.Stream(non_blocking=True)  # which waits for the calls beside what is computed
+
+    def _new_link(self, unique_id: bytes):
+        link = nccl.NcclCommunicator(self.size, unique_id, self.rank)
+        # NCCL destroys a communicator after the last graph that holds its kernels, and waits for that for ever; Python
+        # takes unused objects apart in any order. One reference more keeps this one.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(link))
+        return link
+
+    def prepare_steps(self, new_id: Callable[[], bytes]) -> None:
+        """Make what the exchanges of steps that become graphs need, once; new_id gives all ranks one more id."""
+        if self._link_of_steps is None:
+            self._link_of_steps = self._new_link(new_id())
 
     @contextmanager
     def beside(self) -> Iterator[None]:
@@ -73,37 +89,37 @@ class Communicator:
         """Send outgoing[r] to rank r and receive incoming[r] from it; entries of this rank are left alone."""
         for array in (*outgoing, *incoming):
             _check(array)
-        with self._in_order() as stream:
+        with self._in_order() as (link, stream):
             nccl.groupStart()
             for rank, (sent, received) in enumerate(zip(outgoing, incoming, strict=True)):
                 if rank != self.rank and sent.nbytes:
-                    self._link.send(sent.data.ptr, sent.nbytes, nccl.NCCL_UINT8, rank, stream)
+                    link.send(sent.data.ptr, sent.nbytes, nccl.NCCL_UINT8, rank, stream)
                 if rank != self.rank and received.nbytes:
-                    self._link.recv(received.data.ptr, received.nbytes, nccl.NCCL_UINT8, rank, stream)
+                    link.recv(received.data.ptr, received.nbytes, nccl.NCCL_UINT8, rank, stream)
             nccl.groupEnd()
 
     def all_gather(self, array) -> None:
         """Fill an array of which each rank holds its equal share."""
         _check(array)
         if share := array.nbytes // self.size:
-            with self._in_order() as stream:
+            with self._in_order() as (link, stream):
                 own = array.data.ptr + self.rank * share
-                self._link.allGather(own, array.data.ptr, share, nccl.NCCL_UINT8, stream)
+                link.allGather(own, array.data.ptr, share, nccl.NCCL_UINT8, stream)
 
     def all_parts(self, array):
         """(size, elements): the array of each rank."""
         _check(array)
         parts = cp.empty((self.size, array.size), array.dtype)
         if array.nbytes:
-            with self._in_order() as stream:
-                self._link.allGather(array.data.ptr, parts.data.ptr, array.nbytes, nccl.NCCL_UINT8, stream)
+            with self._in_order() as (link, stream):
+                link.allGather(array.data.ptr, parts.data.ptr, array.nbytes, nccl.NCCL_UINT8, stream)
         return parts
 
     def broadcast(self, array, root: int) -> None:
         _check(array)
         if array.nbytes:
-            with self._in_order() as stream:
-                self._link.broadcast(array.data.ptr, array.data.ptr, array.nbytes, nccl.NCCL_UINT8, root, stream)
+            with self._in_order() as (link, stream):
+                link.broadcast(array.data.ptr, array.data.ptr, array.nbytes, nccl.NCCL_UINT8, root, stream)
 
     def add_up(self, array) -> None:
         """array = the sum of all ranks' arrays, of floating-point numbers, in NCCL's own order."""
@@ -112,18 +128,19 @@ class Communicator:
             raise ValueError(f"NCCL adds up {', '.join(KINDS)} here, got {array.dtype}")
         if array.size:
             kind, place = getattr(nccl, KINDS[array.dtype.name]), array.data.ptr
-            with self._in_order() as stream:
-                self._link.allReduce(place, place, array.size, kind, nccl.NCCL_SUM, stream)
+            with self._in_order() as (link, stream):
+                link.allReduce(place, place, array.size, kind, nccl.NCCL_SUM, stream)
 
     @staticmethod
     def empty_like(array):
         return cp.empty_like(array)
 
     @contextmanager
-    def _in_order(self) -> Iterator[int]:
+    def _in_order(self) -> Iterator[tuple]:
+        """Inside: the communicator to call, and the stream."""
         current = cp.cuda.get_current_stream()
         self._stream.wait_event(current.record())
-        yield self._stream.ptr
+        yield self._link_of_steps if getattr(current, "is_of_steps", False) else self._link, self._stream.ptr
         current.wait_event(self._stream.record())
 
 
