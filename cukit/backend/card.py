@@ -4,7 +4,7 @@ process's memory leaves for its arrays.
 
 from .dtypes import accumulator, resolve
 
-CONTEXT_BYTES = 700 << 20  # the CUDA context, loaded kernels, cuBLAS's own memory; on an H100
+CONTEXT_BYTES = 800 << 20  # the CUDA context, loaded kernels, cuBLAS's own memory; on an H200 up to 0.82 GB
 UNKNOWN_BYTES = 1 << 50  # more than any card has
 
 
