@@ -50,6 +50,11 @@ class Tried:
     fits: bool
     needs: int
     cache: int
+    tight: bool = False  # it fits only with smaller gaps than are reckoned with
+
+    @property
+    def surely_fits(self) -> bool:
+        return self.fits and not self.tight
 
     def words(self) -> str:
         """As on a command line."""
@@ -68,41 +73,54 @@ class Search:
         lines = [f"{'needs':>10}{'KV cache':>12}  options, the cheapest first (needs: at least, without a KV cache)"]
         for one in [*self.alone, *([self.found] if self.found and self.found not in self.alone else [])]:
             cache = gigabytes(one.cache) if one.fits and one.cache else "–"
-            lines.append(f"{gigabytes(one.needs):>10}{cache:>12}  {one.words()}{'' if one.fits else ': does not fit'}")
+            how = "" if one.surely_fits else ": only with smaller gaps" if one.fits else ": does not fit"
+            lines.append(f"{gigabytes(one.needs):>10}{cache:>12}  {one.words()}{how}")
         return "\n".join([*lines, self.line()])
 
     def line(self) -> str:
         if self.found is None:
             return "neither these options nor all of them together make it fit"
-        return f"it fits with {self.found.words()}" if self.found.options else "it fits as it is"
+        where = f"with {self.found.words()}" if self.found.options else "as it is"
+        return f"it fits {where}{', but only with smaller gaps in the pool' if self.found.tight else ''}"
 
 
 def search(args: Options, plan_of: Callable[[Any], Plan], rows: list[Row]) -> Search:
     """Try the rows that take less than args do, one by one, then the first combination: rows are added from the first
-    on until a plan fits, and those are left out again that it does without, the dearest first.
+    on until a plan fits, and those are left out again that it does without, the dearest first. One that fits only with
+    smaller gaps counts where no other does.
     """
     rows = [row for row in rows if _takes_less(args, row, rows)]
-    tried = [_tried(args, plan_of, row) for row in [{}, *rows]]
-    found, chosen = tried[0], []
+    alone = [_tried(args, plan_of, row) for row in [{}, *rows]]
+    found = _first(args, plan_of, rows, alone[0], lambda one: one.surely_fits)
+    found = found or _first(args, plan_of, rows, alone[0], lambda one: one.fits)
+    return Search([one for one in alone if one is not None], found)
+
+
+def _first(
+    args: Options, plan_of: Callable[[Any], Plan], rows: list[Row], given: Tried | None, good: Callable[[Tried], bool]
+) -> Tried | None:
+    found, chosen = given, []
     for row in rows:
-        if found is not None and found.fits:
+        if found is not None and good(found):
             break
         together = _tried(args, plan_of, _together([*chosen, row]))
         if together is not None:  # None: it does not go with the rows before
             found, chosen = together, [*chosen, row]
-    if found is None or not found.fits:
-        return Search([one for one in tried if one is not None], None)
-    while fewer := _without_one(args, plan_of, chosen):
+    if found is None or not good(found):
+        return None
+    while fewer := _without_one(args, plan_of, chosen, good):
         found, chosen = fewer
-    return Search([one for one in tried if one is not None], found)
+    return found
 
 
-def _without_one(args: Options, plan_of: Callable[[Any], Plan], chosen: list[Row]) -> tuple[Tried, list[Row]] | None:
+def _without_one(
+    args: Options, plan_of: Callable[[Any], Plan], chosen: list[Row], good: Callable[[Tried], bool]
+) -> tuple[Tried, list[Row]] | None:
     """The rows but for the dearest that is not needed; None if all are."""
     for row in reversed(chosen if len(chosen) > 1 else []):
         fewer = [one for one in chosen if one is not row]
         tried = _tried(args, plan_of, _together(fewer))
-        if tried is not None and tried.fits:
+        if tried is not None and good(tried):
             return tried, fewer
     return None
 
@@ -134,7 +152,7 @@ def _tried(args: Options, plan_of: Callable[[Any], Plan], options: Row) -> Tried
         fits, plan = False, error.plan
     except ValueError:
         return None
-    return Tried(options, fits, replace(plan, kv_bytes=0).least_bytes, plan.kv_bytes)
+    return Tried(options, fits, replace(plan, kv_bytes=0).least_bytes, plan.kv_bytes, plan.is_tight)
 
 
 def _word(value: Any) -> str:

@@ -96,6 +96,11 @@ class Plan:
         """The peak where the pool wastes nothing."""
         return self.peak_bytes - max((item.nbytes for item in self.items if item.name == GAPS), default=0)
 
+    @property
+    def is_tight(self) -> bool:
+        """Whether it fits only where the pool wastes less than is reckoned with."""
+        return self.least_bytes <= self.limit < self.peak_bytes
+
     def table(self) -> str:
         """A line an item: phase, bytes, name; then the phases' sums and what is left."""
         items = list(self.items)
@@ -110,7 +115,7 @@ class Plan:
         if self.level:
             lines.append(f"{'level':<9}{self.level:>11}  of gradient_checkpointing{self.why}")
         rule = f" ({self.rule})" if self.rule else ""
-        tight = "; it fits only with smaller gaps" if self.least_bytes <= self.limit < self.peak_bytes else ""
+        tight = "; it fits only with smaller gaps" if self.is_tight else ""
         left = gigabytes(self.limit - self.peak_bytes)
         lines.append(f"{'left':<9}{left:>11}  of {gigabytes(self.limit)}{rule}{tight}")
         return "\n".join(lines)
@@ -153,6 +158,11 @@ def plan_memory(
             if tried(leaner)[1]:
                 raise DoesNotFit(f"{error}, or set gradient_checkpointing={leaner}", error.plan) from None
         raise
+    if plan.is_tight and backend.name == "cuda" and not quiet:
+        logger.warning(
+            "this run may end in out-of-memory: with the usual gaps in the pool it takes %s, and it may take %s; %s",
+            *(gigabytes(plan.peak_bytes), gigabytes(plan.limit), _ways_out(_largest_phase(plan), plan)),
+        )
     return replace(plan, why=why) if plan.level else plan
 
 
@@ -311,7 +321,7 @@ def _checked(plan: Plan, on_card: bool, quiet: bool) -> Plan:
     """The plan; ValueError on a card, a warning elsewhere, if it does not fit even where the pool wastes nothing."""
     if plan.least_bytes <= plan.limit:
         return plan
-    phase = max(plan.phases, key=plan.phase_bytes, default="rollout")
+    phase = _largest_phase(plan)
     held = [item for item in plan.items if item.phase in ("always", phase)]
     if plan.kv_bytes and not (plan.sleeps_cache and phase == "training"):
         held.append(Item("KV cache", plan.kv_bytes))
@@ -327,6 +337,10 @@ def _checked(plan: Plan, on_card: bool, quiet: bool) -> Plan:
     if not quiet:
         logger.warning("%s", message)
     return plan
+
+
+def _largest_phase(plan: Plan) -> str:
+    return max(plan.phases, key=plan.phase_bytes, default="rollout")
 
 
 def _ways_out(phase: str, plan: Plan) -> str:

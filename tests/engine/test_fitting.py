@@ -1,6 +1,7 @@
 """Which options make a run fit: what is tried, what is found, where it is said."""
 
 import logging
+from dataclasses import replace
 
 import pytest
 
@@ -8,7 +9,7 @@ import cukit_cli
 from cukit.engine import fitting
 from cukit.engine.config import EngineConfig
 from cukit.engine.fitting import TRAINING, TRAINING_TOGETHER, search
-from cukit.engine.memory import DoesNotFit, Plan, plan_memory
+from cukit.engine.memory import GAPS, DoesNotFit, Plan, gigabytes, plan_memory
 from cukit.engine.shapes import Item, ModelUse
 from cukit.options import Options, check_choices, option
 from cukit.trainers import trainer as loop
@@ -81,6 +82,46 @@ def test_the_first_combination_that_fits(limit, options):
         assert found.line() == "neither these options nor all of them together make it fit"
     else:
         assert found.line() == "it fits as it is"
+
+
+@pytest.mark.parametrize(
+    ("limit", "line", "given"),
+    [
+        (50, "it fits as it is", "as given"),
+        (40, "it fits with --tokens 8", "as given: only with smaller gaps"),
+        (
+            10,
+            "it fits with --tokens 4 --recompute true --state half, but only with smaller gaps in the pool",
+            "as given: does not fit",
+        ),
+    ],
+)
+def test_what_surely_fits_goes_before_what_needs_smaller_gaps(limit, line, given):
+    def plan(knobs):
+        try:
+            found = plan_of(limit)(knobs)
+        except DoesNotFit as error:
+            raise DoesNotFit("too much", with_gaps(error.plan)) from None
+        return with_gaps(found)
+
+    def with_gaps(plan):
+        return replace(plan, items=(*plan.items, Item(GAPS, 5 * GB, "training")))
+
+    found = search(Knobs(), plan, ROWS)
+    assert found.line() == line and found.table().splitlines()[1].endswith(given)
+
+
+def test_a_run_that_fits_only_with_smaller_gaps_is_warned_of(caplog):
+    policy = [ModelUse("policy", SHAPE, "bfloat16", trained=True)]
+    plans = {limit: plan_memory(policy, None, card(40 * GB), max_tokens_per_batch=16_384, memory_limit=limit * GB)
+             for limit in (40, 13)}  # fmt: skip
+    assert not plans[40].is_tight and plans[13].is_tight
+    (message,) = caplog.messages
+    assert message == (
+        f"this run may end in out-of-memory: with the usual gaps in the pool it takes "
+        f"{gigabytes(plans[13].peak_bytes)}, and it may take 13.00 GB; lower max_tokens_per_batch, or take a smaller "
+        "dtype, a leaner optimizer_state or offload_optimizer, or raise memory_limit"
+    )
 
 
 def test_what_is_not_needed_is_left_out_again():
@@ -186,7 +227,7 @@ def test_a_dry_run_that_does_not_fit_says_what_would(large, capsys):
 
 def test_several_processes_are_told_to_share_out(large, capsys, monkeypatch):
     """A larger stage takes less; one process alone has nothing to share."""
-    argv = ["grpo", "--memory_limit", "9.2GB", "--dry_run"]
+    argv = ["grpo", "--memory_limit", "9.7GB", "--dry_run"]
     assert cukit_cli.main(argv) == 2
     assert "--zero_stage" not in capsys.readouterr().out
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "8")
@@ -201,7 +242,7 @@ def test_several_processes_are_told_to_share_out(large, capsys, monkeypatch):
 
 
 def test_a_dry_run_of_an_engine_says_it_too(large, capsys):
-    argv = ["chat", "--memory_limit", "3.3GB", "--dry_run", "--max_model_len", "40000"]
+    argv = ["chat", "--memory_limit", "3.4GB", "--dry_run", "--max_model_len", "40000"]
     assert cukit_cli.main(argv) == 2
     printed = capsys.readouterr()
     words = printed.err.partition("; it fits with ")[2].strip()
