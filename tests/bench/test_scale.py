@@ -183,6 +183,15 @@ def test_two_gpus_take_what_was_measured(tmp_path, prompts, step, rollout, train
     assert row["seconds"] == pytest.approx(step, rel=0.02)
 
 
+def test_one_gpu_draws_while_the_other_trains():
+    """Measured after the times were fitted, and no part of the fit."""
+    (row,) = rows(gpus=[2], prompts=64, rollout_share=0.5, off_policy_steps=1)
+    assert row["seconds"] == pytest.approx(4.51, rel=0.05)
+    assert row["rollout_seconds"] == pytest.approx(4.42, rel=0.04) and row["train_seconds"] == pytest.approx(
+        3.49, rel=0.04
+    )
+
+
 @pytest.mark.parametrize("stage, step, rollout, train", [(2, 19.46, 8.64, 10.73), (3, 19.76, 8.46, 11.20)])
 def test_two_gpus_share_qwen3_8b(stage, step, rollout, train):
     sizes = dict(prompts=16, prompt_length=512, max_completion_length=1024, max_tokens_per_batch=8192)
