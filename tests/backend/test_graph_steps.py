@@ -18,9 +18,6 @@ class Stream:
     def __exit__(self, *_):
         pass
 
-    def synchronize(self):
-        notes.append("wait")
-
     def begin_capture(self):
         assert not self.capturing, "a capture within a capture"
         self.capturing = True
@@ -45,6 +42,7 @@ def stream(monkeypatch):
     notes.clear()
     stream = Stream()
     monkeypatch.setattr(graph, "_stream", lambda: stream)
+    monkeypatch.setattr(graph, "synchronize", lambda: notes.append("wait"))
     return stream
 
 

@@ -12,6 +12,7 @@ import logging
 
 import cupy as cp
 
+from .device import synchronize
 from .loader import CHECK
 from .pool import malloc
 
@@ -57,7 +58,7 @@ class _Step:
         if self._graph is None:
             self._calls += 1
             if self._calls == 1 or self._failures == ATTEMPTS or not self._capture():
-                _stream().synchronize()  # no graph runs while the same exchanges come plainly (nccl.py)
+                synchronize()  # no graph runs while the same exchanges come plainly (nccl.py)
                 with _stream(), cp.cuda.using_allocator(self._arena.malloc):
                     return self._function()
         self._graph.launch()
