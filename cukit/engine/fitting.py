@@ -31,12 +31,14 @@ TRAINING: list[Row] = [
 # The same for several processes, which can share out what each of them would hold.
 TRAINING_TOGETHER: list[Row] = [{"zero_stage": 1}, {"zero_stage": 2}, *TRAINING[:5], {"zero_stage": 3}, *TRAINING[5:]]
 RISING = ("zero_stage",)  # numbers of which the larger takes less
+KEPT = {"gradient_checkpointing": "auto", "exact": "true"}  # auto has tried the levels; what was demanded stays
 GENERATION: list[Row] = [
     {"max_num_batched_tokens": 2048},
     {"max_num_seqs": 64},
     {"max_num_seqs": 16},
     {"max_model_len": 8192},
     {"max_model_len": 2048},
+    {"exact": "false"},
 ]
 
 
@@ -51,6 +53,7 @@ class Tried:
     needs: int
     cache: int
     tight: bool = False  # it fits only with smaller gaps than are reckoned with
+    lacks_cache: bool = False  # all but the KV cache that the options ask for would fit
 
     @property
     def surely_fits(self) -> bool:
@@ -59,6 +62,12 @@ class Tried:
     def words(self) -> str:
         """As on a command line."""
         return " ".join(f"--{name} {_word(value)}" for name, value in self.options.items()) or "as given"
+
+    def outcome(self) -> str:
+        """What the table says behind the words."""
+        if self.fits:
+            return ": only with smaller gaps" if self.tight else ""
+        return ": does not fit with its KV cache" if self.lacks_cache else ": does not fit"
 
 
 @dataclass(frozen=True)
@@ -73,8 +82,7 @@ class Search:
         lines = [f"{'needs':>10}{'KV cache':>12}  options, the cheapest first (needs: at least, without a KV cache)"]
         for one in [*self.alone, *([self.found] if self.found and self.found not in self.alone else [])]:
             cache = gigabytes(one.cache) if one.fits and one.cache else "–"
-            how = "" if one.surely_fits else ": only with smaller gaps" if one.fits else ": does not fit"
-            lines.append(f"{gigabytes(one.needs):>10}{cache:>12}  {one.words()}{how}")
+            lines.append(f"{gigabytes(one.needs):>10}{cache:>12}  {one.words()}{one.outcome()}")
         return "\n".join([*lines, self.line()])
 
     def line(self) -> str:
@@ -133,6 +141,8 @@ def _takes_less(args: Options, row: Row, rows: list[Row]) -> bool:
     if not row.keys() <= type(args).options().keys():
         return False
     now, values = getattr(args, name), [one[name] for one in rows if name in one]
+    if KEPT.get(name) == now:
+        return False
     if isinstance(value, bool):
         return now != value
     if isinstance(value, int):
@@ -152,7 +162,8 @@ def _tried(args: Options, plan_of: Callable[[Any], Plan], options: Row) -> Tried
         fits, plan = False, error.plan
     except ValueError:
         return None
-    return Tried(options, fits, replace(plan, kv_bytes=0).least_bytes, plan.kv_bytes, plan.is_tight)
+    needs = replace(plan, kv_bytes=0).least_bytes
+    return Tried(options, fits, needs, plan.kv_bytes, plan.is_tight, lacks_cache=not fits and needs <= plan.limit)
 
 
 def _word(value: Any) -> str:

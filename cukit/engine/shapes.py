@@ -302,7 +302,7 @@ def rollout_items(use: ModelUse, engine: EngineConfig, backend) -> list[Item]:
         sizes = adapter_sizes(layer, AdapterConfig(engine.max_lora_rank, 1, TARGETS), BESIDE)
         nbytes = engine.max_loras * config.num_hidden_layers * sum(sizes) * dtype.itemsize
         items.append(Item("engine: adapters of requests", nbytes))
-    prompts = prompt_tokens * _forward_bytes(use, dtype)
+    prompts, passing = max(prompt_tokens * _forward_bytes(use, dtype), logits), "engine: prompts"
     if backend.name == "cuda":
         chunks = -(-length // CHUNK_KEYS)
         partials = rows * config.num_attention_heads * chunks * (config.head_dim + 2) * 4
@@ -316,13 +316,14 @@ def rollout_items(use: ModelUse, engine: EngineConfig, backend) -> list[Item]:
         items.append(Item("engine: one weight of 8 bits in the model's dtype", largest * dtype.itemsize, one_phase))
         if dtype.itemsize == 2 and engine.exact != "false":
             check = (config.vocab_size * (config.hidden_size + 2 * CHECK_ROWS)) * dtype.itemsize
-            prompts = max(prompts, check)
+            if check > prompts:
+                prompts, passing = check, "engine: comparisons of products (exact)"
     else:
         items.append(Item("engine: decode step", step, "rollout"))
         if dtype.itemsize < 4:  # backend/numpy/linear.py's WideCopies
             wide = sum(parameter_counts(config, use.head)) - numbers
             items.append(Item("engine: weights in float32", 4 * wide, "rollout"))
-    items.append(Item("engine: prompts", max(prompts, logits), "rollout"))
+    items.append(Item(passing, prompts, "rollout"))
     return items
 
 

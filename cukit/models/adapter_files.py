@@ -38,9 +38,9 @@ def adapter_config(folder) -> AdapterConfig:
     if not isinstance(values, dict):
         raise ValueError(f"{path} must hold a JSON object")
     names = values.get("target_modules")
-    if isinstance(names, str) or not set(names or ()) <= set(TARGETS):
-        # a pattern, or paths of modules: the tensors say what it meant
-        values = values | {"target_modules": _targets_of(folder)}
+    if isinstance(names, str) or not set(names or ()) <= set(TARGETS) or values.get("exclude_modules"):
+        # a pattern, paths of modules, or some left out: the tensors say what it meant
+        values = values | {"target_modules": _targets_of(folder), "exclude_modules": None}
     config = AdapterConfig.from_peft(values, str(path))
     revision = values.get("revision")
     if revision and config.base and parse_name(config.base) and "@" not in config.base:
@@ -111,13 +111,19 @@ def fill(adapter: Adapter, folder) -> None:
                 f"{folder} holds another adapter: its {name} is {read(theirs)}, this run's is {read(ours)}; give the "
                 "options of that run"
             )
-    if theirs.base and ours.base and theirs.base != ours.base:
+    if theirs.base and ours.base and _place(folder, theirs.base) != _place(folder, ours.base):
         logger.warning("the adapter of %s was trained on %s, and this model is %s", folder, theirs.base, ours.base)
     stored, parts = read_factors(folder), adapter.parts()
     _check_names(folder, stored, {name: view.shape for name, view in parts.items()})
     for name, view in parts.items():
         view[...] = adapter.backend.array(stored[name].astype(view.dtype, copy=False))
     adapter.refresh()
+
+
+def _place(folder, base: str) -> str:
+    """A model's name, or its folder's whole path; as base_of() looks for it."""
+    found = (path for path in (Path(base), Path(folder) / base) if path.is_dir())
+    return next((str(path.resolve()) for path in found), base)
 
 
 _KIND = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,13 +13,15 @@ from .hub import WEIGHTS
 from .modules import Module
 from .store import Store
 
+KIND = "ValueHead"  # as config.json names it
+
 
 class ValueHead(Module):
     """score.weight (1, C), zeros at first: every value is 0. As a folder: config.json and model.safetensors."""
 
     def __init__(self, backend, dtype, hidden_size: int):
         self.backend, self.dtype = backend, backend.dtype_of(dtype)
-        self.config = SimpleNamespace(raw={"architectures": ["ValueHead"], "hidden_size": hidden_size})
+        self.config = SimpleNamespace(raw={"architectures": [KIND], "hidden_size": hidden_size})
         self.score = ScoreHead(backend, self.dtype, hidden_size)
         self.store = Store(backend, self.named_parameters())
 
@@ -34,6 +37,12 @@ class ValueHead(Module):
     def parts(self) -> dict:
         """Name -> the array of its weights."""
         return self.store.part_views()
+
+    @staticmethod
+    def is_in(folder: Path) -> bool:
+        """Whether a folder holds such a head, and no model."""
+        path = Path(folder) / "config.json"
+        return path.is_file() and KIND in json.loads(path.read_text(encoding="utf-8")).get("architectures", ())
 
     @staticmethod
     def stored_parts(folder: Path) -> dict:

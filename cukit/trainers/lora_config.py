@@ -63,7 +63,7 @@ def peft_options(config: Any, head: str = "lm_head") -> dict[str, Any]:
     is trained. ValueError in one line for what is not there.
     """
     require(
-        isinstance(config, dict) or hasattr(config, "__dict__"),
+        isinstance(config, dict) or (hasattr(config, "__dict__") and not isinstance(config, type)),
         f"peft_config must be a peft.LoraConfig or a dict of its fields, got {config!r:.100}",
     )
     values = config if isinstance(config, dict) else config.to_dict() if hasattr(config, "to_dict") else vars(config)

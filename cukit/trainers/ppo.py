@@ -6,6 +6,7 @@ et al. 2019. Names and metrics are those of TRL's PPOTrainer.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterable
 from contextlib import nullcontext
@@ -34,6 +35,7 @@ from .policy_trainer import PolicyTrainer
 from .ppo_config import PPOConfig
 from .state import POLICY, TrainedModel
 
+logger = logging.getLogger(__name__)
 CRITIC = "critic"
 
 
@@ -130,12 +132,20 @@ class PPOTrainer(PolicyTrainer):
         return super().plan_memory(*critics, *more, **sizes)
 
     def count_steps(self) -> int:
-        args = self.args
+        args, size = self.args, self.args.generation_size
         if args.max_steps > 0 or args.total_episodes is None:
-            return super().count_steps()
-        epochs, rest = divmod(args.total_episodes, len(self.train_rows))
-        batches = batches_an_epoch(len(self.train_rows), args.generation_size)  # the last one may be smaller
-        return (epochs * batches + math.ceil(rest / args.generation_size)) * self.updates_a_generation
+            steps = super().count_steps()
+        else:
+            epochs, rest = divmod(args.total_episodes, len(self.train_rows))
+            batches = batches_an_epoch(len(self.train_rows), size)  # the last one may be smaller
+            steps = (epochs * batches + math.ceil(rest / size)) * self.updates_a_generation
+        if args.critic_warmup_steps >= steps:
+            logger.warning(
+                "critic_warmup_steps=%d leaves the policy none of the run's %d steps, so it stays as it is: lower it, "
+                "or make the run longer",
+                *(args.critic_warmup_steps, steps),
+            )
+        return steps
 
     def train_step(self) -> dict:
         """See Trainer. A rollout that a stop or an error cuts short is drawn again, so its counts are put back too."""

@@ -164,6 +164,13 @@ def load_weights(model: Decoder | ValueHead, folder: Path) -> None:
             )
         fill(model.adapter, folder)
         return
+    is_head = isinstance(model, ValueHead)
+    if not is_adapter(folder) and is_head != ValueHead.is_in(folder):
+        theirs, ours = ("separate", "shared") if is_head else ("shared", "separate")
+        raise ValueError(
+            f"{folder} holds a {theirs} critic, and this run trains a {ours} one: resume with critic={theirs}, or "
+            "begin a new run with the checkpoint as its model"
+        )
     if isinstance(model, ValueHead):
         stored = model.stored_parts(folder)
     elif is_adapter(folder):

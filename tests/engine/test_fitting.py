@@ -150,6 +150,42 @@ def test_rows_that_take_no_less_are_left_out():
     ]
 
 
+def test_levels_that_auto_has_tried_and_exactness_that_was_demanded_are_left_out():
+    def tried(args, rows):
+        return {name for one in search(args, plan_of(99), rows).alone for name in one.options}
+
+    plan_of = lambda limit: lambda args: Plan((), limit)  # noqa: E731
+    assert "gradient_checkpointing" not in tried(GRPOConfig(gradient_checkpointing="auto"), TRAINING)
+    assert "gradient_checkpointing" in tried(GRPOConfig(gradient_checkpointing="none"), TRAINING)
+    assert "exact" not in tried(EngineConfig(exact="true"), fitting.GENERATION)
+    assert "exact" in tried(EngineConfig(), fitting.GENERATION)
+
+
+def test_the_table_tells_a_cache_that_has_no_room_from_the_rest():
+    def plan(engine):
+        return plan_memory([ModelUse("m", SHAPE, "bfloat16")], engine, card(4 * GB), memory_limit=4 * GB, quiet=True)
+
+    table = search(EngineConfig(max_model_len=40_000), plan, [{"max_num_seqs": 16}]).table()
+    assert table.splitlines()[1].endswith("  as given: does not fit with its KV cache")
+    few = search(EngineConfig(), plan_of_bytes(5 * GB, 4 * GB), [{"max_num_seqs": 16}]).table()
+    assert few.splitlines()[1].endswith("  as given: does not fit")
+
+
+def plan_of_bytes(nbytes, limit):
+    def plan(_):
+        raise DoesNotFit("too much", Plan((Item("all", nbytes),), limit))
+
+    return plan
+
+
+def test_generation_without_exactness_is_the_last_way_to_fit(large, capsys):
+    options = ["--max_num_seqs", "16", "--max_model_len", "2048", "--max_num_batched_tokens", "2048"]
+    argv = ["chat", "--memory_limit", "2.8GB", "--dry_run", *options]
+    assert cukit_cli.main(argv) == 2 and capsys.readouterr().err.strip().endswith("; it fits with --exact false")
+    assert cukit_cli.main([*argv, "--exact", "false"]) == 0
+    assert "comparisons" not in capsys.readouterr().out
+
+
 def test_what_the_options_refuse_is_left_out():
     rows = [{"state": "word"}, {"tokens": 8}]
     found = search(Knobs(), plan_of(24), [{"way": "far", "state": "none of these"}, *rows])

@@ -139,6 +139,18 @@ def test_e16_partial_results_of_long_rows_are_in_the_budget():
     assert bytes_of(short, "partial results") == 512 * 16 * 4 * (128 + 2) * 4
 
 
+def test_the_table_says_whether_prompts_or_comparisons_take_the_memory():
+    def passing(**options):
+        plan = plan_memory(ALONE, EngineConfig(**options), card())
+        return bytes_of(plan, "comparisons"), bytes_of(plan, "engine: prompts")
+
+    compared, prompts = passing()
+    assert compared and not prompts and passing(max_num_batched_tokens=2048) == (compared, 0)
+    without = [passing(exact="false", max_num_batched_tokens=tokens) for tokens in (8192, 2048)]
+    assert without[0][0] == without[1][0] == 0 and 0 < without[1][1] < without[0][1] < compared
+    assert passing(max_num_batched_tokens=1 << 16)[0] == 0
+
+
 def test_the_cache_holds_all_sequences_at_most():
     plan = plan_memory(ALONE, EngineConfig(max_num_seqs=4, max_model_len=100, block_size=16), card())
     assert plan.num_kv_blocks == 4 * 7 and plan.max_model_len == 100

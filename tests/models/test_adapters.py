@@ -259,6 +259,14 @@ def test_what_cannot_be_taken_is_said_in_one_line(broken, changes, message, monk
     assert "\n" not in str(raised.value)
 
 
+def test_modules_that_peft_left_out_are_known_by_the_tensors(broken):
+    """target_modules=all-linear with exclude_modules, a list or a pattern; the tensors are of what is left."""
+    plain = logits_of(load_model(broken()), ROWS)
+    for excluded in (["o_proj", "gate_proj"], ".*(o_proj|gate_proj)"):
+        folder = broken(target_modules=list(TARGETS), exclude_modules=excluded)
+        assert logits_of(load_model(folder), ROWS).tobytes() == plain.tobytes()
+
+
 def test_damaged_files_are_said(broken, tmp_path):
     folder = broken()
     weights = (folder / "adapter_model.safetensors").read_bytes()

@@ -131,8 +131,8 @@ def test_resumes_that_do_not_fit(make_ppo, make_grpo):
     grpo = make_grpo(max_steps=1, num_generations=4)
     grpo.train()
     for trainer, options, message in (
-        (runs["separate"], dict(critic="shared"), "holds another model: .* resume with the model of that run"),
-        (runs["shared"], dict(critic="separate"), "architectures=.'ValueHead'. is not supported"),
+        (runs["separate"], dict(critic="shared"), "a separate critic, and this run .* shared one: .* critic=separate"),
+        (runs["shared"], dict(critic="separate"), "a shared critic, and this run .* separate one: .* critic=shared"),
         (runs["shared"], dict(critic="shared", num_ppo_epochs=2), "made 1 updates a generation batch, this run makes 2"
          "; resume with the same num_ppo_epochs and num_mini_batches"),
         (grpo, dict(), "was made by grpo, not ppo; to go on with it: cukit grpo --resume_from_checkpoint"),
@@ -140,6 +140,18 @@ def test_resumes_that_do_not_fit(make_ppo, make_grpo):
         with pytest.raises(ValueError) as error:
             make_ppo(**options).train(resume_from_checkpoint=str(trainer.run_folder / "checkpoint-1"))
         assert re.search(message, str(error.value)) and "\n" not in str(error.value)
+
+
+def test_a_warm_up_of_the_critic_that_takes_the_whole_run_is_said(make_ppo, caplog):
+    before = {}
+    for steps, said in ((2, ["critic_warmup_steps=2 leaves the policy none of the run's 2 steps"]), (3, [])):
+        caplog.clear()
+        trainer = make_ppo(max_steps=steps, critic_warmup_steps=2)
+        assert [message.partition(", so ")[0] for message in caplog.messages if "critic_warmup" in message] == said
+        before = {name: view.copy() for name, view in trainer.model.parts().items()}
+        trainer.train()
+        same = all(np.array_equal(view, before[name]) for name, view in trainer.model.parts().items())
+        assert same == bool(said)
 
 
 def test_a_run_is_a_function_of_its_seed(make_ppo):
