@@ -21,6 +21,7 @@ TRAINING: list[Row] = [
     {"max_num_seqs": 128},
     {"gradient_checkpointing": "selective"},
     {"gradient_checkpointing": "full"},
+    {"quantization": None},  # its copies in 8 bits lie beside the weights
     {"offload_optimizer": True},
     {"optimizer_state": "bfloat16"},
     {"optimizer_state": "int8"},
@@ -38,6 +39,7 @@ GENERATION: list[Row] = [
     {"max_num_seqs": 16},
     {"max_model_len": 8192},
     {"max_model_len": 2048},
+    {"quantization": None},
     {"exact": "false"},
 ]
 
@@ -135,7 +137,7 @@ def _without_one(
 
 def _takes_less(args: Options, row: Row, rows: list[Row]) -> bool:
     """Whether a row changes its first option towards less: a smaller number (of RISING a larger one), another switch, a
-    word further down.
+    word further down, None in place of anything.
     """
     name, value = next(iter(row.items()))
     if not row.keys() <= type(args).options().keys():
@@ -143,6 +145,8 @@ def _takes_less(args: Options, row: Row, rows: list[Row]) -> bool:
     now, values = getattr(args, name), [one[name] for one in rows if name in one]
     if KEPT.get(name) == now:
         return False
+    if value is None:
+        return now is not None
     if isinstance(value, bool):
         return now != value
     if isinstance(value, int):
@@ -169,4 +173,4 @@ def _tried(args: Options, plan_of: Callable[[Any], Plan], options: Row) -> Tried
 def _word(value: Any) -> str:
     if isinstance(value, list):
         return " ".join(map(str, value))
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    return str(value).lower() if value is None or isinstance(value, bool) else str(value)

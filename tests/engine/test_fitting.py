@@ -186,6 +186,19 @@ def test_generation_without_exactness_is_the_last_way_to_fit(large, capsys):
     assert "comparisons" not in capsys.readouterr().out
 
 
+def test_copies_in_eight_bits_are_given_up_to_fit():
+    def plan(options, limit=80 * GB):
+        engine = EngineConfig(max_num_seqs=16, max_model_len=2048, quantization=options.quantization, exact="false")
+        return plan_memory([ModelUse("m", SHAPE, "bfloat16")], engine, card(), memory_limit=limit)
+
+    with_room = plan(EngineConfig())
+    most = with_room.peak_bytes - with_room.kv_bytes + 300 * 10**6  # a sequence's cache takes 235 MB
+    for options, rows in ((GRPOConfig, TRAINING), (EngineConfig, fitting.GENERATION)):
+        found = search(options(quantization="int8"), lambda one: plan(one, most), rows)
+        assert found.line() == "it fits with --quantization none"
+        assert all("quantization" not in one.options for one in search(options(), plan, rows).alone)
+
+
 def test_what_the_options_refuse_is_left_out():
     rows = [{"state": "word"}, {"tokens": 8}]
     found = search(Knobs(), plan_of(24), [{"way": "far", "state": "none of these"}, *rows])
