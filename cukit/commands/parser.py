@@ -111,8 +111,11 @@ def resolve(command: Command, given: dict[str, Any]) -> dict[str, Any]:
     for name in ("model", "data", "eval_data"):
         if values.get(name):
             values[name] = bundled(values[name])
-    if values.get("model"):
-        values["model"] = model_of(values["model"])
+    for name in ("model", "lora_adapter_path", "critic_model"):
+        if values.get(name):
+            values[name] = model_of(values[name], name)
+    if values.get("lora_modules"):
+        values["lora_modules"] = [_adapter_of(text) for text in values["lora_modules"]]
     _check_complete(command, values)
     return values
 
@@ -161,8 +164,10 @@ def _data_roots() -> tuple[Path, Path]:
     return package.parent / "data", package / "data_files"
 
 
-def model_of(path: str) -> str:
-    """A run folder stands for its final model or, before the run has ended, for its newest checkpoint (said aloud)."""
+def model_of(path: str, option: str = "model") -> str:
+    """A run folder stands for its final model or, before the run has ended, for its newest checkpoint (said aloud).
+    option: the one that names it.
+    """
     from ..runs.checkpoint import newest_model
 
     folder, newest = Path(path), newest_model(path)
@@ -172,14 +177,22 @@ def model_of(path: str) -> str:
             raise ValueError(f"{path} is a run folder without a model: its run has saved no checkpoint")
         return path
     if newest != folder:
-        say(f"model: {newest} (the newest checkpoint of this run)")
+        say(f"{option}: {newest} (the newest checkpoint of this run)")
     elif is_run:
-        say(f"model: {path} (the final model of this run)")
+        say(f"{option}: {path} (the final model of this run)")
     return str(newest)
 
 
+def _adapter_of(text: str) -> str:
+    """NAME=FOLDER with model_of() of the folder; another form stays, and is refused later."""
+    name, _, path = text.partition("=")
+    return f"{name}={model_of(path, f'lora_modules {name}')}" if path else text
+
+
 def resumed_config(command: Command, given: dict[str, Any]) -> tuple[str | None, dict[str, Any]]:
-    """A resumed run goes on with its own config.yaml (if it has one), in its own folder; what is given now wins."""
+    """A resumed run goes on with its own config.yaml (if it has one), in its own folder; what is given now wins. The
+    checkpoint has the adapter, so the folder that it began with may be gone; the config has its rank, scale and layers.
+    """
     from ..runs.checkpoint import find_checkpoint
     from ..runs.record import check_method
 
@@ -187,7 +200,7 @@ def resumed_config(command: Command, given: dict[str, Any]) -> tuple[str | None,
     check_method(run, command.run.__name__)
     if not (run / "config.yaml").is_file():
         return None, given
-    return str(run / "config.yaml"), {"output_dir": str(run)} | given
+    return str(run / "config.yaml"), {"output_dir": str(run), "lora_adapter_path": None} | given
 
 
 def read_yaml(command: Command, path: str) -> dict[str, Any]:

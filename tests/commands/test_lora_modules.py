@@ -1,6 +1,7 @@
 """generate --lora_modules: the model and its adapters answer one prompt, each as it does alone."""
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -54,6 +55,37 @@ def test_the_engine_has_room_for_them(folders):
 def test_a_dry_run_counts_them(folders, capsys):
     assert run("--model", str(FOLDER), "--prompt", "1", *folders, "--dry_run", "--device", "cpu") == 0
     assert "engine: adapters of requests" in capsys.readouterr().out
+
+
+def test_a_run_that_has_not_ended_stands_for_its_newest_checkpoint(folders, options, write_checkpoint, capsys):
+    for step, adapter in ((1, "second"), (2, "first")):
+        checkpoint = write_checkpoint(Path(f"run/checkpoint-{step}"))
+        for path in Path(adapter).iterdir():
+            (checkpoint / path.name).write_bytes(path.read_bytes())
+    Path("run/config.yaml").write_text("use_peft: true\n")
+    newest = str(Path("run/checkpoint-2"))
+    base = ("--model", str(FOLDER))
+    assert options("generate", *base, "--lora_modules", "a=run", "b=second")["lora_modules"] == [
+        f"a={newest}",
+        "b=second",
+    ]
+    assert f"lora_modules a: {newest} (the newest checkpoint of this run)" in capsys.readouterr().err
+    files = ("--data", "data/arithmetic/sft.jsonl", "--use_peft", "--lora_adapter_path", "run")
+    assert options("sft", *base, *files)["lora_adapter_path"] == newest
+    rewards = ("--data", "data/arithmetic/train.jsonl", "--reward_funcs", "gsm8k", "--critic_model", "run")
+    assert options("ppo", *base, *rewards)["critic_model"] == newest
+
+
+def test_a_run_goes_on_without_the_adapter_that_it_began_with(folders, capsys):
+    Path("rows.jsonl").write_text('{"prompt": "1+2", "completion": "1+2=3"}\n' * 8)
+    files = ["--model", str(FOLDER), "--data", "rows.jsonl", "--device", "cpu", "--output_dir", "run"]
+    more = ["--per_device_train_batch_size", "2", "--save_steps", "1", "--max_steps"]
+    assert cukit_cli.main(["sft", *files, *more, "2", "--use_peft", "--lora_adapter_path", "first"]) == 0
+    factors = Path("run/adapter_model.safetensors").read_bytes()
+    shutil.rmtree("run/checkpoint-2")
+    shutil.rmtree("first")
+    assert cukit_cli.main(["sft", "--resume_from_checkpoint", "run"]) == 0, capsys.readouterr().err
+    assert Path("run/adapter_model.safetensors").read_bytes() == factors
 
 
 def test_what_is_wrong_is_said_in_one_line(folders, capsys, monkeypatch):
