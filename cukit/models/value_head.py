@@ -42,7 +42,7 @@ class ValueHead(Module):
     def is_in(folder: Path) -> bool:
         """Whether a folder holds such a head, and no model."""
         path = Path(folder) / "config.json"
-        return path.is_file() and KIND in json.loads(path.read_text(encoding="utf-8")).get("architectures", ())
+        return path.is_file() and json.loads(path.read_text(encoding="utf-8")).get("architectures") == [KIND]
 
     @staticmethod
     def stored_parts(folder: Path) -> dict:

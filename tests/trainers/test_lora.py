@@ -248,22 +248,6 @@ def test_an_adapter_of_another_model_is_said(make_sft, caplog):
         assert not wanted or caplog.records[0].message.endswith("was trained on a, and this model is b")
 
 
-def test_a_relative_path_to_the_same_model_is_the_same_model(make_sft, caplog, tmp_path, monkeypatch):
-    trainer = make_sft(**LORA, max_steps=1)
-    trainer.train()
-    path, adapter = trainer.run_folder / "adapter_config.json", trainer.model.adapter
-    (tmp_path / "base").mkdir()
-    (trainer.run_folder / "beside").mkdir()
-    monkeypatch.chdir(tmp_path)
-    ours = {"base": tmp_path / "base", "beside": trainer.run_folder / "beside"}
-    for theirs, base, wanted in (("base", "base", 0), ("beside", "beside", 0), ("base", "beside", 1)):
-        caplog.clear()
-        path.write_text(json.dumps(json.loads(path.read_text()) | {"base_model_name_or_path": theirs}))
-        adapter.config = replace(adapter.config, base=str(ours[base]))
-        fill(adapter, trainer.run_folder)
-        assert len(caplog.records) == wanted
-
-
 # ---- options ----
 
 

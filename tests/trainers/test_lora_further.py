@@ -1,12 +1,14 @@
 """lora_adapter_path: a run that begins with a trained adapter."""
 
 import json
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 import cukit_cli
 from cukit import RewardConfig, SFTConfig
-from cukit.models.adapter_files import adapter_config
+from cukit.models.adapter_files import adapter_config, fill
 from cukit.trainers.lora import with_peft
 
 from .conftest import FOLDER
@@ -119,3 +121,19 @@ def test_commands_say_what_the_adapter_is(tmp_path, monkeypatch, capsys):
     more = ["--config", "more/config.yaml", "--output_dir", "again"]
     assert cukit_cli.main(["sft", *more]) == 0, "the file that a run writes can be given"
     assert adapter_config("again").r == 3
+
+
+def test_a_relative_path_to_the_same_model_is_the_same_model(make_sft, caplog, tmp_path, monkeypatch):
+    trainer = make_sft(**LORA, max_steps=1)
+    trainer.train()
+    path, adapter = trainer.run_folder / "adapter_config.json", trainer.model.adapter
+    (tmp_path / "base").mkdir()
+    (trainer.run_folder / "beside").mkdir()
+    monkeypatch.chdir(tmp_path)
+    ours = {"base": tmp_path / "base", "beside": trainer.run_folder / "beside"}
+    for theirs, base, wanted in (("base", "base", 0), ("beside", "beside", 0), ("base", "beside", 1)):
+        caplog.clear()
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"base_model_name_or_path": theirs}))
+        adapter.config = replace(adapter.config, base=str(ours[base]))
+        fill(adapter, trainer.run_folder)
+        assert len(caplog.records) == wanted
