@@ -137,3 +137,10 @@ def test_a_relative_path_to_the_same_model_is_the_same_model(make_sft, caplog, t
         adapter.config = replace(adapter.config, base=str(ours[base]))
         fill(adapter, trainer.run_folder)
         assert len(caplog.records) == wanted
+
+
+def test_a_class_in_place_of_pefts_configuration_is_refused():
+    with pytest.raises(
+        ValueError, match="must be a peft.LoraConfig or a dict of its fields, got <class '.*Namespace'>"
+    ):
+        with_peft(SFTConfig(), SimpleNamespace)
