@@ -17,6 +17,12 @@ SMALL = 1 << 20  # bytes of a sum up to which each rank gets all arrays in one e
 CHUNK = 1 << 25  # elements that are exchanged at a time: what a sum takes besides, 128 MiB of float32
 
 
+SAME_CALLS = (
+    "every rank must make the same calls, a callback's evaluate(), save_checkpoint(), save_model() and "
+    "stop_requested() too"
+)
+
+
 class RankLost(ConnectionError):
     """Another rank died, hangs, failed or did not come to a collective; the message says which, and why."""
 
@@ -86,6 +92,14 @@ class Group:
 def shares(count: int, size: int) -> list[int]:
     """Borders (size + 1) of the ranks' shares of `count` elements: equal where size divides count."""
     return [count * rank // size for rank in range(size + 1)]
+
+
+def check_places(places: Sequence[str], members: Sequence[int] | None = None) -> None:
+    """RankLost, the same on every rank, unless all ranks are at the same place. members: their numbers among all."""
+    for rank, place in enumerate(places):
+        if place != places[0]:
+            first, other = (0, rank) if members is None else (members[0], members[rank])
+            raise RankLost(f"rank {first} is in {places[0]} where rank {other} is in {place}: {SAME_CALLS}")
 
 
 def flat_view(array: Any) -> Any:

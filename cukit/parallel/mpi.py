@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from .config import local_rank, num_processes
-from .group import Group, RankedGroup, flat_view
+from .group import Group, RankedGroup, check_places, flat_view
 from .mailbox import Mailbox, MPIMailbox
 from .watch import Watch
 
@@ -95,17 +95,19 @@ class MPIGroup(RankedGroup):
             self._wait([self._comm.Ibcast(sent[start : start + CHUNK_BYTES], root)], what)
 
     def barrier(self, what: str = "barrier") -> None:
-        self._wait([self._comm.Ibarrier()], what)
+        self.gather_values(None, what)
 
     def gather_values(self, value: Any, what: str = "gather_values") -> list:
-        own = np.frombuffer(pickle.dumps(value, pickle.HIGHEST_PROTOCOL), np.uint8)
+        own = np.frombuffer(pickle.dumps((what, value), pickle.HIGHEST_PROTOCOL), np.uint8)
         sizes = np.zeros(self.size, np.int64)
         self._wait([self._comm.Iallgather(np.array([len(own)], np.int64), sizes)], what)
         borders = np.concatenate([[0], np.cumsum(sizes)]).tolist()
         found = np.empty(borders[-1], np.uint8)
         found[borders[self.rank] : borders[self.rank + 1]] = own
         self.all_gather(found, borders, what)
-        return [pickle.loads(found[a:b].tobytes()) for a, b in zip(borders, borders[1:])]
+        named = [pickle.loads(found[a:b].tobytes()) for a, b in zip(borders, borders[1:])]
+        check_places([place for place, _ in named], self._members)
+        return [value for _, value in named]
 
     def _add_up(self, array: np.ndarray, what: str) -> None:
         self._wait([self._comm.Iallreduce(self._mpi.IN_PLACE, array)], what)

@@ -25,7 +25,7 @@ from typing import Any
 
 import psutil
 
-from .group import RankLost
+from .group import SAME_CALLS, RankLost
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +33,7 @@ TICK, BEAT = 0.1, 1.0  # seconds between two looks at the processes of this host
 SILENT = 30.0  # seconds without a beat after which a rank counts as lost, unless its process is seen to run
 GRACE = 15.0  # seconds that the main thread has to end by itself, once a rank is lost
 SAVING = 300.0  # seconds that the first rank has to save, once an error has ended a run
+ASIDE = 3  # beats in a row of two ranks that wait for each other in different collectives
 RECORD = 2048  # bytes of a file
 
 
@@ -100,6 +101,8 @@ class Watch:
         self._taken = False  # the main thread knows of the loss
         self._runs = 0  # runs of which this rank has written everything
         self._lost_at = 0.0
+        self._aside: tuple | None = None  # see _look_at_places
+        self._aside_beats: set[int] = set()
         self._lock = threading.Lock()
 
     @staticmethod
@@ -219,6 +222,7 @@ class Watch:
                 beat = now
                 self._write()
                 self._read_all(now)
+                self._look_at_places()
 
     def _look_at_processes(self) -> None:
         for peer in self.peers:
@@ -244,6 +248,26 @@ class Watch:
                 if peer.stopped or not peer.record.get("busy"):
                     why = "its process is stopped (SIGSTOP)" if peer.stopped else "it hangs, or its host is gone"
                     self._lose(f"{peer.name} has not been heard of for {now - peer.heard:.0f} s, {peer.place()}: {why}")
+
+    def _look_at_places(self) -> None:
+        """A rank that waits in another collective at the same place of the order never comes to this one. Records are
+        of different moments, so several in a row must say so.
+        """
+        peer = next((peer for peer in self.peers if self._is_aside(peer)), None)
+        found = None if peer is None else (peer.rank, self._number, peer.record["number"])
+        if found != self._aside:
+            self._aside, self._aside_beats = found, set()
+        if peer is None:
+            return
+        self._aside_beats.add(peer.record["beat"])
+        if len(self._aside_beats) >= ASIDE and (what := self._what) is not None:
+            self._lose(f"{peer.name} is in {peer.record['what']} where rank {self.rank} is in {what}: {SAME_CALLS}")
+
+    def _is_aside(self, peer: Peer) -> bool:
+        group, what, other = _named(self._members), self._what, peer.record.get("what")
+        if what is None or other is None or what == other or peer.record.get("group") != group:
+            return False
+        return peer.entered(group) == self._entered.get(group, 0)
 
     def _misses(self, peer: Peer) -> bool:
         """Whether this rank waits in a collective that a rank which has ended did not enter."""
@@ -280,6 +304,7 @@ class Watch:
         self._beat += 1
         record: dict[str, Any] = {"beat": self._beat, "number": self._number, "what": self._what, "ended": self._ended}
         record |= {"runs": self._runs, "left": self._left, "busy": self._busy, "entered": dict(self._entered)}
+        record["group"] = _named(self._members)
         if self.folder is not None:
             with suppress(OSError):  # a rank that cannot write counts as lost, but does not fail by this
                 descriptor = os.open(self.folder / f"rank-{self.rank}", os.O_WRONLY | os.O_CREAT, 0o600)

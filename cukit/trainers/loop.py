@@ -146,7 +146,7 @@ class Run:
                     self._step()
             except RunStopped:
                 pass
-            except Exception:
+            except (Exception, SystemExit):  # sys.exit() of a callback
                 self._save_after_error()
                 raise
             self._end()

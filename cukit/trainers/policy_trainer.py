@@ -9,6 +9,7 @@ from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from ..datasets.demonstrations import encode_prompts, fit_prompts
 from ..datasets.sampler import batches_an_epoch
@@ -163,6 +164,9 @@ class PolicyTrainer(Trainer):
         if said:
             self.say(f"{name}: {said}")
         return list(zip(rows, prompts, strict=True))
+
+    def ids_of(self, row: tuple[dict, list[int]]) -> Iterable[ArrayLike]:
+        return (row[1],)
 
     @property
     def needs_reference(self) -> bool:

@@ -9,11 +9,13 @@ what one rank does with the same batch, but for the order in which sums are adde
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from ..models.store import PIECES
 from ..parallel.config import TensorOptions
@@ -203,6 +205,8 @@ class Ranks:
         self.watch.timeout, self.watch.advice = trainer.args.ddp_timeout, advice
         facts = {name: value for name, value in trainer.run_config().items() if name != "output_dir"}
         facts |= {"device": trainer.model.backend.name, "rows": len(trainer.train_rows)}
+        for name, rows in (("train_dataset", trainer.train_rows), ("eval_dataset", trainer.eval_rows)):
+            facts[f"rows of {name}, or their order (a checksum)"] = _sum_of_rows(map(trainer.ids_of, rows))
         sums = {f"weights of {name}": _sum_of_weights(one.model) for name, one in trainer.models.items()}
         self.weights_step, groups = trainer.global_step, [self.group]
         if self.training is self:
@@ -288,6 +292,16 @@ def merged(parts: Iterable[Sums]) -> Sums:
             combine = np.maximum if name.startswith("max/") else np.add
             total[name] = combine(total[name], value) if name in total else value
     return total
+
+
+def _sum_of_rows(rows: Iterable[Iterable[ArrayLike]]) -> str:
+    """A number that differs where the ids of rows do, or their order."""
+    found = hashlib.blake2b(digest_size=8)
+    for row in rows:
+        for ids in row:
+            array = np.asarray(ids, np.int32)
+            found.update(array.size.to_bytes(8, "little") + array.tobytes())
+    return found.hexdigest()
 
 
 def _sum_of_weights(model: Any) -> str:

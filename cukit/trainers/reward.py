@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from ..autograd import Tensor
 from ..datasets.preferences import Pair, encode_pairs
@@ -90,6 +91,9 @@ class RewardTrainer(RowTrainer):
                 "model's context)"
             )
         return pairs
+
+    def ids_of(self, row: Pair) -> Iterable[ArrayLike]:
+        return row.chosen, row.rejected
 
     def row_lengths(self) -> Iterable[int]:
         return (pair.num_tokens for pair in self.train_rows)

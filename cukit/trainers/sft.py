@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from ..autograd import Tensor
 from ..backend import backend_for
@@ -72,6 +73,9 @@ class SFTTrainer(RowTrainer):
                 for chosen in pack_bins([len(ids) for ids, _ in arrays], self.args.max_length)
             ]
         return [[example] for example in arrays]
+
+    def ids_of(self, row: list[Example]) -> Iterable[ArrayLike]:
+        return (ids for ids, _ in row)
 
     def row_lengths(self) -> Iterable[int]:
         return (sum(len(ids) for ids, _ in row) for row in self.train_rows)

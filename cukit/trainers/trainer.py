@@ -14,6 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
+from numpy.typing import ArrayLike
+
 from ..backend import backend_for
 from ..backend.states import MOMENT_BYTES
 from ..datasets.columns import dataset_rows
@@ -157,6 +159,10 @@ class Trainer(Steps):
     @abstractmethod
     def prepare_rows(self, rows: list[dict], name: str) -> list:
         """Tokenise and check the rows once, before anything runs."""
+
+    @abstractmethod
+    def ids_of(self, row: Any) -> Iterable[ArrayLike]:
+        """The ids of a prepared row, by which ranks compare their data."""
 
     def make_sampler(self, num_rows: int) -> EpochSampler:
         """The order of the training rows; its state goes into checkpoints."""

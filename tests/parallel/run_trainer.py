@@ -171,6 +171,10 @@ class Recorder:
                 return compute(rows)
 
             self.trainer.compute_loss = failing
+        elif self.does == "save alone":
+            self.trainer.save_checkpoint()
+        elif self.does == "ask alone":
+            self.trainer.stop_requested()
         elif self.does == "linger":
             time.sleep(60)
         elif self.does == "reward":

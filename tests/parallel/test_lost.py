@@ -84,6 +84,18 @@ DEALT = {"method": "grpo", "balance_rollouts": "true", "slow": 1, "max_num_seqs"
          "per_device_train_batch_size": 8}  # fmt: skip
 
 
+@pytest.mark.parametrize("does, case, places", [
+    ("save alone", {"method": "grpo", "per_device_train_batch_size": 12}, r"0 is in \w+ where rank 1 is in saving"),
+    ("ask alone", {}, r"rank [01] .*is in (gradients|stop) where rank [01] is in (gradients|stop)"),
+])  # fmt: skip
+def test_a_call_of_one_rank_alone_is_named_at_once(does, case, places, tmp_path):
+    """What all ranks take part in, called by one: not a wait of ddp_timeout, and no value of another call."""
+    output, seconds = lost(2, tmp_path, does=does, **case)
+    assert re.search(places, output) and "every rank must make the same calls" in output, output
+    assert not re.search("TypeError|EOFError|UnpicklingError", output), output
+    assert seconds < 30
+
+
 def test_a_rank_killed_in_a_rollout_whose_groups_move_is_named(tmp_path):
     output, seconds = lost(3, tmp_path, **DEALT, does="kill in rollout")
     lines = re.findall(r"error: rank 1 \(process \d+ on \S+\) was killed or has crashed, (.*); rank (\d) stops", output)

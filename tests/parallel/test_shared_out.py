@@ -19,7 +19,7 @@ from cukit.trainers.shared_rollouts import _counts, joined
 from cukit.trainers.zero import ShardedAdamW
 
 from . import run_trainer
-from .threads import ThreadGroup, on_ranks
+from .threads import ThreadGroup, on_ranks, together
 
 
 def test_shares_of_rows_have_about_as_many_tokens(rng):
@@ -93,6 +93,20 @@ def test_ranks_that_differ_are_told(tmp_path):
 
     first, second, third = on_ranks(3, work)
     assert first == third != second
+
+
+@pytest.mark.parametrize("method", ["sft", "reward", "grpo"])
+@pytest.mark.parametrize("name, rows", [("train_dataset", "train_rows"), ("eval_dataset", "eval_rows")])
+def test_ranks_whose_rows_differ_in_their_order_are_told(method, name, rows):
+    def work(group):
+        trainer = run_trainer.make_trainer(method)
+        Ranks(group).begin(trainer, "")
+        if group.rank == 1:
+            getattr(trainer, rows).reverse()
+        with pytest.raises(ValueError, match=rf"the ranks differ in rows of {name}, or their order \(a checksum\): "):
+            Ranks(group).begin(trainer, "")
+
+    together(2, work)
 
 
 def samples(groups, **more):

@@ -144,3 +144,32 @@ def test_an_error_that_the_first_rank_has_too_is_said_once(tmp_path, record, err
     assert watch.is_said(RankLost(watch.lost), 0.0), "the watch has written it"
     watch.rank, watch.lost = 0, None
     assert not watch.is_said(error, 10.0), "the first one says it"
+
+
+def test_ranks_that_wait_for_each_other_in_different_collectives_are_told(seen, capfd):
+    watch = seen(Process())
+    waits = {"what": "saving", "group": "all", "entered": {"all": 1}}
+    with watch.waiting("stop"):
+        for beat in (2, 3, 3, 3):  # the same record again says nothing new
+            seen.write(waits | {"beat": beat})
+            watch._read_all(2.0)
+            watch._look_at_places()
+        assert watch.lost is None
+        seen.write(waits | {"beat": 4})
+        watch._read_all(2.0)
+        watch._look_at_places()
+    assert "rank 1 (process 99 on there) is in saving where rank 0 is in stop: every rank must make" in watch.lost
+
+
+@pytest.mark.parametrize("record", [
+    {"what": "stop"}, {"what": None}, {"entered": {"all": 2}}, {"group": "0,1"}, {"number": [5, 6, 7, 8]},
+])  # fmt: skip
+def test_ranks_that_move_or_wait_in_order_are_not(record, seen):
+    watch = seen(Process())
+    with watch.waiting("stop"):
+        for beat in range(4):
+            moved = {name: value[beat] if isinstance(value, list) else value for name, value in record.items()}
+            seen.write({"what": "saving", "group": "all", "entered": {"all": 1}, "beat": beat + 2} | moved)
+            watch._read_all(2.0)
+            watch._look_at_places()
+    assert watch.lost is None

@@ -205,6 +205,20 @@ def test_c7_an_error_later_keeps_the_steps_before(make_grpo, capsys):
     assert_equal_weights(straight, resumed)
 
 
+def test_sys_exit_in_a_callback_keeps_the_steps_before(make_sft, capsys):
+    class Leaves(TrainerCallback):
+        def on_step_end(self, trainer, metrics):
+            if trainer.global_step == 2:
+                raise SystemExit(5)
+
+    trainer = make_sft(callbacks=[Leaves()], max_steps=4)
+    with pytest.raises(SystemExit):
+        trainer.train()
+    found = latest_checkpoint(trainer.run_folder)
+    assert found is not None and found.name == "checkpoint-2"
+    assert "ends the run after step 2 of 4; the steps are saved" in capsys.readouterr().out
+
+
 def test_c7_only_advice_that_works(make_sft, tmp_path):
     """A run that was killed before its first checkpoint cannot be continued, and nothing says so."""
     (tmp_path / "cut").mkdir()
