@@ -263,7 +263,11 @@ class SFTConfig(TrainerConfig):
 
     group = "training"
     learning_rate: float = option(2e-5, "peak learning rate of AdamW")
-    max_length: int = option(1024, "longest row in tokens; what is longer loses its end", group="demonstrations")
+    max_length: int | None = option(
+        1024,
+        "longest row in tokens; what is longer loses its end; none: the model's context",
+        group="demonstrations",
+    )
     packing: bool = option(
         False,
         "fill rows of max_length tokens with whole examples (each attends to itself)",

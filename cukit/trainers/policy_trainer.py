@@ -150,8 +150,9 @@ class PolicyTrainer(Trainer):
             self.args.max_model_len or self.model.config.max_position_embeddings,
             self.model.config.max_position_embeddings,
         )
-        rows, model_rows = prompt_rows(rows), self.model.config.vocab_size
+        model_rows = self.model.config.vocab_size
         try:
+            rows = prompt_rows(rows)
             shown = rows if self.environments is None else self.environments.with_tools(rows)
             prompts = encode_prompts(shown, self.tokenizer, self.args.chat_template_kwargs, model_rows)
         except ValueError as error:
