@@ -202,7 +202,7 @@ def read_yaml(command: Command, path: str) -> dict[str, Any]:
         raise ValueError(f"config {path} is not YAML: {error}") from error
     if not isinstance(values, dict):
         raise ValueError(f"config {path} must hold 'option: value' lines")
-    keys = [str(key.value) for key, _ in yaml.compose(text, yaml.SafeLoader).value]
+    keys = [str(key.value) for key, _ in getattr(yaml.compose(text, yaml.SafeLoader), "value", ())]
     if twice := next((key for key in keys if keys.count(key) > 1), None):  # of which YAML keeps the last
         raise ValueError(f"{path}: {twice} is given twice; give only one")
     known = command_options(command)

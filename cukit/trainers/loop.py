@@ -195,7 +195,7 @@ class Run:
             self._count_evaluation(metrics)
 
     def _count_evaluation(self, metrics: dict) -> None:
-        """It is due no more. If it was the best one so far and may become the final model, its checkpoint is written."""
+        """It is due no more. If it is the best so far, and that is to be the final model, its checkpoint is written."""
         trainer = self.trainer
         trainer.evaluation_due, self._unsaved = False, True
         is_best = trainer.best is not None and trainer.best.compare(trainer.global_step, metrics)

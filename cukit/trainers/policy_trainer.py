@@ -323,8 +323,8 @@ class PolicyTrainer(Trainer):
         wanted = self.args.num_slices
         if batch.num_slices != wanted:
             raise ValueError(
-                f"the checkpoint's generation batch makes {batch.num_slices} optimizer batches, and this run's options make "
-                f"{wanted}; resume with the same {self.batch_options}"
+                f"the checkpoint's generation batch makes {batch.num_slices} optimizer batches, and this run's options "
+                f"make {wanted}; resume with the same {self.batch_options}"
             )
         if self.has_kl_in_loss and batch.ref_logprobs is None:
             raise ValueError(

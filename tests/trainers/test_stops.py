@@ -205,6 +205,21 @@ def test_c7_an_error_later_keeps_the_steps_before(make_grpo, capsys):
     assert_equal_weights(straight, resumed)
 
 
+def test_callbacks_of_another_form_are_refused_before_the_run(make_sft):
+    class Transformers:
+        def on_save(self, args, state, control, **kwargs):
+            """As transformers' callbacks have it."""
+
+    class Ours(TrainerCallback):
+        pass
+
+    with pytest.raises(ValueError, match=r"^callbacks: Transformers.on_save is called with \(trainer, folder\)"):
+        make_sft(callbacks=[Transformers()])
+    with pytest.raises(ValueError, match=r"^callbacks: Ours.on_train_begin is called with \(trainer\)"):
+        make_sft(callbacks=[Ours])
+    make_sft(callbacks=[Ours(), object()])
+
+
 @pytest.mark.parametrize("logging_steps", [1, 2, 3])
 def test_an_error_in_a_callback_loses_no_row(make_sft, logging_steps):
     """At each step: what the run has logged after the resume is what an undisturbed one logs."""
