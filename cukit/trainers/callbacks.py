@@ -69,9 +69,10 @@ HOOKS = {
 }
 
 
-def check_callbacks(callbacks: Iterable[object]) -> None:
-    """ValueError in one line for a hook that cannot be called as hooks are, such as one of transformers' callbacks."""
-    for callback in callbacks:
+def checked_callbacks(callbacks: Iterable[TrainerCallback]) -> list[TrainerCallback]:
+    """The callbacks; ValueError in one line for a hook that takes other arguments, such as one of transformers'."""
+    found = list(callbacks)
+    for callback in found:
         for event, arguments in HOOKS.items():
             hook = getattr(callback, event, None)
             if hook is None:
@@ -86,6 +87,7 @@ def check_callbacks(callbacks: Iterable[object]) -> None:
                 ) from None
             except ValueError:  # what has no signature is called as it is
                 continue
+    return found
 
 
 def call_callbacks(
