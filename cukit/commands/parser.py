@@ -207,13 +207,17 @@ def read_yaml(command: Command, path: str) -> dict[str, Any]:
     """The options of a YAML file, with the types of their fields; one ValueError for all keys that are no option."""
     path = bundled(path)
     try:
-        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        text = Path(path).read_text(encoding="utf-8")
+        values = yaml.safe_load(text)
     except OSError as error:
         raise ValueError(f"config {path} cannot be read: {error.strerror}") from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a date that is none, not UTF-8
         raise ValueError(f"config {path} is not YAML: {error}") from error
     if not isinstance(values, dict):
         raise ValueError(f"config {path} must hold 'option: value' lines")
+    keys = [str(key.value) for key, _ in getattr(yaml.compose(text, yaml.SafeLoader), "value", ())]
+    if twice := next((key for key in keys if keys.count(key) > 1), None):  # of which YAML keeps the last
+        raise ValueError(f"{path}: {twice} is given twice; give only one")
     known = command_options(command)
     found: dict[str, Any] = {}
     for key, value in values.items():

@@ -153,7 +153,7 @@ def _take_rewards(found: Translated, foreign: dict[str, Any], known: list[str]) 
 
 def _reward(name: Any) -> Any:
     """TRL's dotted path of a function, package.module.function, as package/module.py:function if there is that file."""
-    if not isinstance(name, str) or not re.fullmatch(r"\w+(\.\w+)+", name):
+    if not isinstance(name, str) or not re.fullmatch(r"\w+(\.\w+)+", name) or Path(name).is_file():
         return name
     module, _, function = name.rpartition(".")
     path = Path(*module.split(".")).with_suffix(".py")

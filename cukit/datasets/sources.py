@@ -59,9 +59,12 @@ def _read(files: list[Path], columns: Iterable[str] | None) -> Iterator[Iterator
 
 
 def _iterated(source: Any, columns: Iterable[str] | None) -> Iterator[Any]:
+    if hasattr(source, "to_dict") and hasattr(source, "iterrows"):  # its iterator gives the columns' names
+        raise ValueError("the data is a data frame: give its rows, frame.to_dict('records')")
     if isinstance(source, Mapping):
         raise ValueError(f"the data is a dict of {', '.join(map(str, source))[:60]}: give one of its splits, or a list")
-    if columns is not None and hasattr(source, "select_columns"):  # of `datasets`: the others are not decoded
+    # Of `datasets`: the others are not decoded. A streamed one may not know its columns before it is read.
+    if columns is not None and getattr(source, "column_names", None) and hasattr(source, "select_columns"):
         names = [column if column in source.column_names else column.partition(".")[0] for column in columns]
         source = source.select_columns([name for name in dict.fromkeys(names) if name in source.column_names])
     if hasattr(source, "__iter__"):
@@ -94,6 +97,11 @@ def _files_of(source: str, use: str) -> tuple[list[Path], str | None]:
 
 def _files_of_folder(folder: Path, config: str | None, split: str | None, use: str) -> tuple[list[Path], str | None]:
     names = [path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.is_file()]
+    if any(name.endswith(".arrow") for name in names) and any(Path(name).name == "state.json" for name in names):
+        raise ValueError(
+            f"data folder {str(folder)!r} was written by save_to_disk of `datasets`: give load_from_disk(…) in Python, "
+            "or write the rows by to_json or to_parquet"
+        )
     readme = folder / "README.md"
     text = readme.read_text(encoding="utf-8", errors="replace") if readme.is_file() else ""
     chosen = choose(names, text, f"data folder {str(folder)!r}", config, split, use)

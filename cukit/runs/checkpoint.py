@@ -242,7 +242,7 @@ def find_checkpoint(resume_from: str | os.PathLike | Literal[True], run: str | o
         if run is None:
             raise ValueError("resume_from_checkpoint=latest needs output_dir, the run folder to continue")
         resume_from = run
-    folder = Path(resume_from)
+    folder = Path(os.path.expanduser(resume_from))
     if (folder / STATE_JSON).is_file():
         return folder
     found = latest_checkpoint(folder)

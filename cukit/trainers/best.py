@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import math
+from pathlib import Path
 
+from ..runs import checkpoint
 from .config import TrainerConfig
+
+logger = logging.getLogger(__name__)
 
 
 class BestModel:
@@ -53,6 +58,15 @@ class BestModel:
         """Take back what state() gave; of another metric nothing is taken."""
         if state.get("metric") == self.metric:
             self.value, self.step, self.waited = state["value"], state["step"], state["waited"]
+
+    def check_kept(self, run_folder: Path) -> None:
+        """Forget the best where the checkpoint that it stands for is not there, and say so."""
+        assert self.step is not None
+        kept = checkpoint.checkpoint_folder(run_folder, self.step)
+        problem = checkpoint.why_not_whole(kept) if kept.is_dir() else "it is missing"
+        if problem:
+            logger.warning("%s, the best so far, cannot be kept (%s): the best is looked for anew", kept, problem)
+            self.forget()
 
     def forget(self) -> None:
         """As if nothing had been compared."""

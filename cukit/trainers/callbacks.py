@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -55,6 +56,38 @@ class TrainerCallback:
 
     def on_train_end(self, trainer: RunningTrainer) -> None:
         """After the last step and the last checkpoint."""
+
+
+# What each hook is called with besides the trainer.
+HOOKS = {
+    "on_train_begin": (),
+    "on_step_end": ("metrics",),
+    "on_log": ("row",),
+    "on_evaluate": ("metrics",),
+    "on_save": ("folder",),
+    "on_train_end": (),
+}
+
+
+def checked_callbacks(callbacks: Iterable[TrainerCallback]) -> list[TrainerCallback]:
+    """The callbacks; ValueError in one line for a hook that takes other arguments, such as one of transformers'."""
+    found = list(callbacks)
+    for callback in found:
+        for event, arguments in HOOKS.items():
+            hook = getattr(callback, event, None)
+            if hook is None:
+                continue
+            try:
+                inspect.signature(hook).bind("trainer", *arguments)
+            except TypeError as error:
+                name = callback.__name__ if isinstance(callback, type) else type(callback).__name__
+                raise ValueError(
+                    f"callbacks: {name}.{event} is called with ({', '.join(('trainer', *arguments))}), which it does "
+                    f"not take ({error}): give objects with hooks as cukit.TrainerCallback has them"
+                ) from None
+            except ValueError:  # what has no signature is called as it is
+                continue
+    return found
 
 
 def call_callbacks(

@@ -5,6 +5,7 @@ Values stay as they were given (None stays None). A value that follows from seve
 
 import logging
 import math
+import os
 from typing import Any, ClassVar
 
 from ..datasets.config import RowOptions
@@ -138,6 +139,7 @@ class TrainerConfig(Options):
 
     def __post_init__(self) -> None:
         check_choices(self)
+        self.output_dir = None if self.output_dir is None else os.path.expanduser(self.output_dir)
         check_range(self, "seed", 0, LARGEST_SEED)
         for name in ("max_grad_norm", "weight_decay", "warmup_steps", "save_steps"):
             check_range(self, name, 0)
@@ -263,7 +265,11 @@ class SFTConfig(TrainerConfig):
 
     group = "training"
     learning_rate: float = option(2e-5, "peak learning rate of AdamW")
-    max_length: int = option(1024, "longest row in tokens; what is longer loses its end", group="demonstrations")
+    max_length: int | None = option(
+        1024,
+        "longest row in tokens; what is longer loses its end; none: the model's context",
+        group="demonstrations",
+    )
     packing: bool = option(
         False,
         "fill rows of max_length tokens with whole examples (each attends to itself)",

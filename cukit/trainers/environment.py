@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..user_code import load_function, load_functions
+from ..user_code import load_function, load_functions, one_line
 from .tools import answer_call, parse_tool_calls, tool_schemas
 
 NO_TOOLS = ("reset", "respond", "get_reward")  # methods that the model cannot call
@@ -89,7 +89,12 @@ class EnvironmentMaker:
             raise ValueError(f"environment_factory must be a class or a function, got {type(factory).__name__}")
         if wrong := [tool for tool in self.tools if not (callable(tool) and hasattr(tool, "__name__"))]:
             raise ValueError(f"tools must be functions, got {wrong[0]!r:.60}")
-        made = self.make(0, 0)
+        try:
+            made = self.make(0, 0)
+        except Exception as error:
+            if isinstance(error, ValueError):  # make's own, or as clear
+                raise
+            raise ValueError(f"environment_factory() raised {type(error).__name__}: {one_line(error)}") from error
         self.name = type(made.own).__name__
         self.schemas = tool_schemas(made.responder.tools)
         self.calls_tools = isinstance(made.responder, ToolEnvironment)

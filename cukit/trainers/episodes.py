@@ -123,6 +123,11 @@ class _Game:
         with self.around():
             made = [called("constructor", group, self.maker.make, base, index) for index in range(params.n)]
             texts = [called("reset()", group, one.own.reset, **row) for one in made]
+        if wrong := [text for text in texts if text is not None and not isinstance(text, str)]:
+            raise ValueError(
+                f"reset() of {self.maker.name} must return a text or None, got {type(wrong[0]).__name__} "
+                f"{wrong[0]!r:.60}"
+            )
         if any(text != texts[0] for text in texts):
             raise ValueError(
                 f"reset() of {self.maker.name} returned different texts for the completions of prompt {group}, which "

@@ -61,6 +61,10 @@ class GRPOTrainer(PolicyTrainer):
     def needs_reference(self) -> bool:
         return self.args.beta != 0
 
+    @property
+    def has_kl_in_loss(self) -> bool:
+        return bool(self.args.loss_options.kl_in_loss)
+
     def make_sampler(self, num_rows: int) -> EpochSampler:
         args = self.args
         if args.curriculum == "none":

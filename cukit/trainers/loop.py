@@ -165,36 +165,42 @@ class Run:
         metrics = trainer.train_step()
         step, last = trainer.global_step, trainer.global_step == trainer.total_steps
         self.window.add(metrics)
-        self._unsaved = True
+        self._unsaved, due = True, last or step % args.logging_steps == 0
+        if due:  # before the callbacks: a checkpoint after an error of theirs has a row that is finished
+            self._write(self.window.pop())
         trainer.call("on_step_end", metrics)
         trainer.progress.advance(step)
-        if last or step % args.logging_steps == 0:
-            self._log(self.window.pop())
+        if due:
+            trainer.call("on_log", self.last_row)
         self._evaluate_if_due()
         if args.save_steps and step % args.save_steps == 0 and not last and self._unsaved:
             self._save_on_the_way()
 
-    def _log(self, metrics: dict) -> None:
+    def _write(self, metrics: dict) -> None:
         step, log = self.trainer.global_step, self.trainer.logger
         self.last_row = {"step": step, **metrics} if log is None else log.log(step, metrics)
         self.trainer.progress.update(self.trainer.global_step, metrics)
-        self.trainer.call("on_log", self.last_row)
 
     def _evaluate_if_due(self) -> None:
         """What a stop cuts short stays due: the resumed run begins with it."""
-        if self.trainer.evaluation_due:
-            self.trainer.raise_if_stopped()
-            metrics = self.trainer.evaluate()
-            self.trainer.evaluation_due = False
-            self._unsaved = True
-            self._compare(metrics)
+        trainer, before = self.trainer, len(self.trainer.evaluations)
+        if trainer.evaluation_due:
+            trainer.raise_if_stopped()
+            try:
+                metrics = trainer.evaluate()
+            except Exception:
+                if len(trainer.evaluations) > before:  # a callback's error, when all of it was logged
+                    self._count_evaluation(trainer.evaluations[-1][1])
+                raise
+            self._count_evaluation(metrics)
 
-    def _compare(self, metrics: dict) -> None:
-        """Whether this was the best evaluation so far; its checkpoint is written if it may become the final model."""
+    def _count_evaluation(self, metrics: dict) -> None:
+        """It is due no more. If it is the best so far, and that is to be the final model, its checkpoint is written."""
         trainer = self.trainer
-        if trainer.best is not None and trainer.best.compare(trainer.global_step, metrics):
-            if trainer.args.load_best_model_at_end:
-                self._save_on_the_way()
+        trainer.evaluation_due, self._unsaved = False, True
+        is_best = trainer.best is not None and trainer.best.compare(trainer.global_step, metrics)
+        if is_best and trainer.args.load_best_model_at_end:
+            self._save_on_the_way()
 
     @contextmanager
     def update(self):
@@ -213,8 +219,7 @@ class Run:
         if error is not None:
             text = " ".join(str(error).split())[:300]
             return f"error: {type(error).__name__}" + (f": {text}" if text else "")
-        finished = self.trainer.finished and not self.trainer.evaluation_due
-        return "finished" if finished else "stopped"
+        return "finished" if self.trainer.finished and not self.trainer.evaluation_due else "stopped"
 
     def _end(self) -> None:
         """Save and say what there is after the last step or a stop."""
@@ -229,7 +234,8 @@ class Run:
                 self._publish()
         finally:
             if self.window:  # a stop between two rows: the row so far, which the resumed run writes anew
-                self._log(self.window.row())
+                self._write(self.window.row())
+                trainer.call("on_log", self.last_row)
         if self.saved_step is None:
             trainer.say("stopped before the first step; nothing was saved, so the same command starts it again")
         elif step < total and trainer.finished:
@@ -384,16 +390,7 @@ class Run:
         trainer.evaluation_due = state.get("evaluation_due", False)
         self.window = MetricsWindow(state.get("window"))
         if trainer.best is not None:
-            self._resume_best(state.get("best") or {})
+            trainer.best.load_state(state.get("best") or {})
+            if self._best_step is not None:
+                trainer.best.check_kept(self.folder)
         trainer.weights_changed()
-
-    def _resume_best(self, state: dict) -> None:
-        """The best evaluation so far, unless the checkpoint that it stands for is not there."""
-        best = self.trainer.best
-        best.load_state(state)
-        if self._best_step is not None:
-            kept = checkpoint.checkpoint_folder(self.folder, self._best_step)
-            if not kept.is_dir() or (problem := checkpoint.why_not_whole(kept)):
-                problem = problem if kept.is_dir() else "it is missing"
-                logger.warning("%s, the best so far, cannot be kept (%s): the best is looked for anew", kept, problem)
-                best.forget()

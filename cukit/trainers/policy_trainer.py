@@ -151,8 +151,9 @@ class PolicyTrainer(Trainer):
             self.args.max_model_len or self.model.config.max_position_embeddings,
             self.model.config.max_position_embeddings,
         )
-        rows, model_rows = prompt_rows(rows), self.model.config.vocab_size
+        model_rows = self.model.config.vocab_size
         try:
+            rows = prompt_rows(rows)
             shown = rows if self.environments is None else self.environments.with_tools(rows)
             prompts = encode_prompts(shown, self.tokenizer, self.args.chat_template_kwargs, model_rows)
         except ValueError as error:
@@ -171,6 +172,11 @@ class PolicyTrainer(Trainer):
     @property
     def needs_reference(self) -> bool:
         """Whether the method compares the policy with the model as it was."""
+        return False
+
+    @property
+    def has_kl_in_loss(self) -> bool:
+        """Whether the loss needs the reference's log-probabilities."""
         return False
 
     def plan_memory(self, *more: ModelUse, **sizes: Any) -> Plan:
@@ -316,6 +322,20 @@ class PolicyTrainer(Trainer):
         self.send_weights()
         return evaluate(self)
 
+    def _check_rest(self, batch: PackedBatch) -> None:
+        """ValueError unless this run's options can go on with a half-used generation batch."""
+        wanted = self.args.num_slices
+        if batch.num_slices != wanted:
+            raise ValueError(
+                f"the checkpoint's generation batch makes {batch.num_slices} optimizer batches, and this run's options "
+                f"make {wanted}; resume with the same {self.batch_options}"
+            )
+        if self.has_kl_in_loss and batch.ref_logprobs is None:
+            raise ValueError(
+                "the checkpoint stands within a generation batch that was drawn without beta; resume with beta=0, or "
+                "from a checkpoint after its last step"
+            )
+
     def method_state(self) -> tuple[dict, dict]:
         arrays: dict = {}
         if self.global_step % self.updates_a_generation and self.ranks.trains:
@@ -332,4 +352,7 @@ class PolicyTrainer(Trainer):
                 f"{self.updates_a_generation}; resume with the same {self.batch_options}"
             )
         batch = {name.removeprefix("batch."): value for name, value in arrays.items() if name.startswith("batch.")}
-        self._batch = PackedBatch.from_arrays(batch).to(self.model.backend) if batch and self.ranks.trains else None
+        found = PackedBatch.from_arrays(batch) if batch else None
+        if found is not None:
+            self._check_rest(found)
+        self._batch = found.to(self.model.backend) if found is not None and self.ranks.trains else None

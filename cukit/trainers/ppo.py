@@ -120,6 +120,10 @@ class PPOTrainer(PolicyTrainer):
     def needs_reference(self) -> bool:
         return self.args.kl_coef != 0 or self.args.beta != 0
 
+    @property
+    def has_kl_in_loss(self) -> bool:
+        return self.args.beta != 0
+
     def learns(self, name: str) -> bool:
         return name == CRITIC or self.global_step >= self.args.critic_warmup_steps
 

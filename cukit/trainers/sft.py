@@ -51,7 +51,10 @@ class SFTTrainer(RowTrainer):
         field = self.args.dataset_text_field
         if field != "text":
             rows = [{**row, "text": row[field]} if field in row else row for row in rows]
-        limit = min(self.args.max_length, self.model.config.max_position_embeddings)
+        if self.args.completion_only_loss:
+            _refuse_plain_text(rows, name)
+        context = self.model.config.max_position_embeddings
+        limit = min(self.args.max_length or context, context)
         try:
             examples, counts = encode_sft_rows(
                 rows, self.tokenizer, limit, self.args.chat_template_kwargs, self.model.config.vocab_size
@@ -70,7 +73,7 @@ class SFTTrainer(RowTrainer):
         if self.args.packing and name == "train_dataset":
             return [
                 [arrays[i] for i in chosen]
-                for chosen in pack_bins([len(ids) for ids, _ in arrays], self.args.max_length)
+                for chosen in pack_bins([len(ids) for ids, _ in arrays], self.args.max_length or limit)
             ]
         return [[example] for example in arrays]
 
@@ -126,3 +129,13 @@ class SFTTrainer(RowTrainer):
         return {"eval/loss": total.pop("loss")} | {
             f"eval/{name}": value for name, value in self.step_metrics(total).items()
         }
+
+
+def _refuse_plain_text(rows: list[dict], name: str) -> None:
+    """ValueError that names the first row without a completion, all of which would be learnt."""
+    for index, row in enumerate(rows):
+        if "text" in row and not row.keys() & {"prompt", "messages"}:
+            raise ValueError(
+                f"{name}: data row {index} is plain text, and completion_only_loss=true is about completions: give "
+                "rows with a prompt and a completion, or leave it out to learn all of the text"
+            )

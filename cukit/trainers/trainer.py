@@ -36,7 +36,7 @@ from ..runs.reporters import check_packages
 from ..runs.signals import RunStopped, StopSignal
 from ..tokenizer import Tokenizer
 from .best import BestModel
-from .callbacks import TrainerCallback, call_callbacks
+from .callbacks import TrainerCallback, call_callbacks, checked_callbacks
 from .config import TrainerConfig
 from .loop import Run
 from .lora import adapter_of, check_base, put_adapter, with_peft
@@ -78,7 +78,7 @@ class Trainer(Steps):
         self.ranks = Ranks(options=args.parallel, rollout_gpus=args.num_processes - args.training_processes)
         args = with_peft(args, peft_config, self.head)
         check_packages(args.report_to or [])
-        self.args, self.callbacks = args, list(callbacks)
+        self.args, self.callbacks = args, checked_callbacks(callbacks)
         self.run_folder: Path | None = None
         self.run: Run | None = None
         self.logger: MetricsLogger | None = None

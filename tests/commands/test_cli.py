@@ -154,6 +154,7 @@ def test_wrong_options(fails, argv, message):
         ("data: d\n", "names no model"),
         ("model: m\nmax_steps: lots\n", "run.yaml: max_steps must be a whole number, got 'lots'"),
         ("model: m\nmax_steps:\n", "run.yaml: max_steps must be a whole number, got None"),
+        ("model: m\nseed: 1\nmax_steps: 2\nseed: 3\n", "run.yaml: seed is given twice; give only one"),
     ],
 )
 def test_wrong_yaml(fails, tmp_path, monkeypatch, text, message):

@@ -283,6 +283,7 @@ def test_trls_dotted_path_of_a_reward_is_a_file_and_a_function(tmp_path, monkeyp
     (tmp_path / "mine.py").write_text("")
     monkeypatch.chdir(tmp_path)
     given = ["package.rewards.one", "mine.two", "exact", "other.three", "mine.py:two", "package/rewards.py:one"]
+    given.append("mine.py")  # a file without a function is no dotted path
     wanted = ["package/rewards.py:one", "mine.py:two", *given[2:]]
     assert translated({"reward_funcs": given}, known("grpo")).values["reward_funcs"] == wanted
     assert translated({"reward_funcs": "mine.two"}, known("grpo")).values["reward_funcs"] == ["mine.py:two"]

@@ -48,6 +48,36 @@ def test_a_folder_without_splits_gives_all_its_files_in_order(folder):
         load_rows(path)
 
 
+def test_what_other_libraries_hold_is_named(folder):
+    """A folder of save_to_disk, and a data frame, which gives the names of its columns when it is iterated."""
+
+    class DataFrame(list):
+        def to_dict(self, orient):
+            """As pandas names it."""
+
+        def iterrows(self):
+            """As pandas names it."""
+
+    path = folder(state_json=[{"_data_files": []}])
+    (path / "data-00000-of-00001.arrow").touch()
+    with pytest.raises(ValueError, match=r"set' was written by save_to_disk of `datasets`: give load_from_disk"):
+        load_rows(path)
+    with pytest.raises(ValueError, match=r"the data is a data frame: give its rows, frame.to_dict\('records'\)"):
+        load_rows(DataFrame(["prompt"]))
+
+
+def test_a_streamed_set_need_not_know_its_columns():
+    """An IterableDataset has no column_names after map(), or from a generator."""
+
+    class Streamed(list):
+        column_names = None
+
+        def select_columns(self, names):
+            raise AssertionError("it has no columns to choose from")
+
+    assert load_rows(Streamed(numbers(1, 2)), columns=["n"]) == numbers(1, 2)
+
+
 def test_a_pattern_gives_all_its_files(folder):
     path = folder(b_jsonl=numbers(3), a_jsonl=numbers(1, 2), more__c_jsonl=numbers(4))
     assert load_rows(f"{path}/*.jsonl") == numbers(1, 2, 3)

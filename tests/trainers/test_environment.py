@@ -37,6 +37,20 @@ def test_the_text_of_reset_ends_the_last_user_message(play, tokenizer):
     assert ROWS[0]["prompt"][0]["content"] == "0", "the data stay as they are"
     with pytest.raises(ValueError, match="different texts for the completions of prompt 0"):
         play(with_reset(lambda own: str(own.index)))
+    with pytest.raises(ValueError, match=r"reset\(\) of Resets must return a text or None, got tuple \('1', {}\)"):
+        play(with_reset(lambda own: ("1", {})))  # as Gymnasium's does
+
+
+def test_a_factory_that_fails_is_one_line():
+    class Wants(Environment):
+        def __init__(self, key):
+            self.key = key
+
+        def respond(self, conversation):
+            return None
+
+    with pytest.raises(ValueError, match=r"environment_factory\(\) raised TypeError: .*positional argument: 'key'"):
+        EnvironmentMaker(Wants)
 
 
 @pytest.mark.parametrize(

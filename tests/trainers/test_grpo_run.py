@@ -201,3 +201,27 @@ def test_arguments_that_are_wrong(make_model, tokenizer, rows):
         GRPOTrainer(make_model(), [equal], GRPOConfig(eval_steps=1), rows, processing_class=tokenizer)
     with pytest.raises(ValueError, match="the data has no rows"):
         GRPOTrainer(make_model(), [equal], GRPOConfig(), [], processing_class=tokenizer)
+
+
+@pytest.mark.parametrize(
+    "options, changed, message",
+    [
+        ((4, 1), (2, 2), "generation batch makes 4 optimizer batches, and this run's options make 2; resume with the"),
+        ((1, 4), (4, 1), "generation batch makes 1 optimizer batches, and this run's options make 4; resume with the"),
+        ((4, 1), dict(beta=0.1), "within a generation batch that was drawn without beta; resume with beta=0"),
+    ],
+)
+def test_the_rest_of_a_generation_batch_keeps_its_options(make_grpo, options, changed, message):
+    """(steps_per_generation, num_iterations), both with four updates a generation batch; step 2 is in its middle."""
+
+    def run(values, **more):
+        if not isinstance(values, dict):
+            values = dict(zip(("steps_per_generation", "num_iterations"), values, strict=True))
+        return make_grpo(per_device_train_batch_size=4, **values, **more)
+
+    cut = run(options, max_steps=2)
+    cut.train()
+    given = changed if not isinstance(changed, dict) else changed | {"steps_per_generation": 4}
+    with pytest.raises(ValueError, match=message):
+        run(given, max_steps=8).train(resume_from_checkpoint=str(cut.run_folder / "checkpoint-2"))
+    run(options, max_steps=8).train(resume_from_checkpoint=str(cut.run_folder / "checkpoint-2"))

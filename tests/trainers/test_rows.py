@@ -93,3 +93,8 @@ def test_data_that_cannot_be_read_names_the_argument(make_grpo, tmp_path):
     ):
         with pytest.raises(ValueError, match=message):
             make_grpo(train_dataset=data, **COLUMNS)
+
+
+def test_an_evaluation_row_without_a_prompt_names_the_argument(make_grpo):
+    with pytest.raises(ValueError, match="^eval_dataset: data row 0: no 'prompt' column"):
+        make_grpo(train_dataset=[{"prompt": "1"}], eval_dataset=[{"promt": "1"}])

@@ -135,6 +135,24 @@ def test_loss_on_everything(train, tokenizer):
     assert all(all(mask) for row in trainer.train_rows for _, mask in row)
 
 
+def test_completions_alone_are_asked_for_and_a_row_is_plain_text(train):
+    rows = [*demonstrations(2), {"text": "1+1=2"}]
+    with pytest.raises(ValueError, match="train_dataset: data row 2 is plain text, and completion_only_loss=true"):
+        train(rows, completion_only_loss=True)
+    train(demonstrations(2), completion_only_loss=True, max_steps=1)
+    train(rows, max_steps=1)
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_without_a_longest_length_the_context_is_the_limit(train, packing):
+    """TRL's max_length=None."""
+    rows = [{"text": "1" * 1500}, {"text": "12"}]
+    trainer = train(rows, max_length=None, packing=packing, max_steps=1)
+    context = trainer.model.config.max_position_embeddings
+    lengths = [[len(ids) for ids, _ in row] for row in trainer.train_rows]
+    assert context < 1500 and lengths == [[context], [3]]
+
+
 def test_random_weights_from_a_config(tokenizer, tmp_path):
     args = SFTConfig(output_dir=str(tmp_path / "run"), init_from_config=True, seed=5, max_steps=1)
     trainers = [SFTTrainer(FOLDER, args=args, train_dataset=demonstrations(4)) for _ in range(2)]

@@ -219,6 +219,65 @@ def test_sys_exit_in_a_callback_keeps_the_steps_before(make_sft, capsys):
     assert "ends the run after step 2 of 4; the steps are saved" in capsys.readouterr().out
 
 
+def test_callbacks_of_another_form_are_refused_before_the_run(make_sft):
+    class Transformers:
+        def on_save(self, args, state, control, **kwargs):
+            """As transformers' callbacks have it."""
+
+    class Ours(TrainerCallback):
+        pass
+
+    with pytest.raises(ValueError, match=r"^callbacks: Transformers.on_save is called with \(trainer, folder\)"):
+        make_sft(callbacks=[Transformers()])
+    with pytest.raises(ValueError, match=r"^callbacks: Ours.on_train_begin is called with \(trainer\)"):
+        make_sft(callbacks=[Ours])
+    make_sft(callbacks=[Ours(), object()])
+
+
+@pytest.mark.parametrize("logging_steps", [1, 2, 3])
+def test_an_error_in_a_callback_loses_no_row(make_sft, logging_steps):
+    """At each step: what the run has logged after the resume is what an undisturbed one logs."""
+
+    class Fails(TrainerCallback):
+        def __init__(self, step):
+            self.step = step
+
+        def on_step_end(self, trainer, metrics):
+            if trainer.global_step == self.step:
+                raise RuntimeError("a callback's")
+
+    straight = make_sft(logging_steps=logging_steps, max_steps=4)
+    straight.train()
+    for step in range(1, 4):
+        cut = make_sft(logging_steps=logging_steps, max_steps=4, callbacks=[Fails(step)])
+        with pytest.raises(RuntimeError):
+            cut.train()
+        resumed = make_sft(logging_steps=logging_steps, max_steps=4, output_dir=str(cut.run_folder))
+        resumed.train(resume_from_checkpoint="latest")
+        assert rows_without_times(cut.run_folder) == rows_without_times(straight.run_folder)
+
+
+def test_an_error_in_on_evaluate_leaves_one_evaluation(make_sft):
+    """It was logged and compared before the callback: the resumed run does not make it again."""
+
+    class Fails(TrainerCallback):
+        def on_evaluate(self, trainer, metrics):
+            if trainer.global_step == 2:
+                raise RuntimeError("a callback's")
+
+    rows = [{"prompt": "1+1=", "completion": "2"}]
+    options = dict(max_steps=4, evaluate=rows, eval_steps=1, save_steps=0, load_best_model_at_end=True)
+    straight = make_sft(**options)
+    straight.train()
+    cut = make_sft(**options, callbacks=[Fails()])
+    with pytest.raises(RuntimeError):
+        cut.train()
+    resumed = make_sft(**options, output_dir=str(cut.run_folder))
+    resumed.train(resume_from_checkpoint="latest")
+    assert rows_without_times(cut.run_folder) == rows_without_times(straight.run_folder)
+    assert resumed.best.state() == straight.best.state() and resumed.best.step == 4
+
+
 def test_c7_only_advice_that_works(make_sft, tmp_path):
     """A run that was killed before its first checkpoint cannot be continued, and nothing says so."""
     (tmp_path / "cut").mkdir()

@@ -385,3 +385,14 @@ def test_named_models_are_trained_saved_and_resumed(make_sft, make_model, tmp_pa
     alone.train()
     with pytest.raises(ValueError, match="holds no model 'critic'"):
         two(output_dir=str(tmp_path / "alone")).train(resume_from_checkpoint="latest")
+
+
+def test_a_run_folder_in_the_home_folder(make_sft, tmp_path, monkeypatch):
+    """As transformers reads output_dir: a YAML's or a script's ~ is no folder of that name."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    make_sft(output_dir="~/run", max_steps=1).train()
+    assert (tmp_path / "home/run/metrics.jsonl").is_file() and not (tmp_path / "~").exists()
+    resumed = make_sft(output_dir="~/run", max_steps=2)
+    resumed.train(resume_from_checkpoint="~/run")
+    assert resumed.run_folder == tmp_path / "home/run"
