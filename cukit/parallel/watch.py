@@ -17,6 +17,7 @@ import sys
 import tempfile
 import threading
 import time
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -317,7 +318,11 @@ def _text_of(error: BaseException) -> str:
 
 
 def _named(members: tuple[int, ...] | None) -> str:
-    return "all" if members is None else ",".join(map(str, members))
+    """A group's name in the records, which have a fixed length: short for any number of ranks."""
+    if members is None:
+        return "all"
+    text = ",".join(map(str, members))
+    return text if len(text) <= 40 else f"{members[0]}..{members[-1]} {zlib.crc32(text.encode()):08x}"
 
 
 def _make_folder(one_host: bool) -> str:

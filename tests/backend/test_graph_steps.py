@@ -68,6 +68,11 @@ def test_plain_then_captured_then_replayed(stream):
     assert notes == ["wait", "plain", "captured", "replay", "replay", "replay"]
 
 
+def test_exchanges_know_a_step_by_its_stream():
+    """nccl.py takes the communicator of steps by this mark; tests/parallel/test_nccl.py sets it by hand."""
+    assert graph._StepStream.is_of_steps
+
+
 def test_a_capture_that_fails_is_tried_once_more_and_said_once(stream, caplog):
     step = make_step(stream, [MemoryError("no range"), None])
     assert [step() for _ in range(3)] == ["plain", "plain", "captured"] and not caplog.messages

@@ -22,6 +22,7 @@ from cukit.models.tensor_parallel import TensorParallel
 from cukit.models.weights import load_model, save_model, whole_model, whole_parts
 from cukit.ops import lm_head_logprobs
 from cukit.optim import AdamW
+from cukit.parallel.group import Group
 
 from .fp8_folders import make_folder
 
@@ -85,6 +86,17 @@ def test_logprobs_and_gradients_are_those_of_one_rank(size, kind, invariant, lev
     assert found[0][2].keys() == truth[2].keys()
     for name, right in truth[2].items():
         assert np.abs(found[0][2][name] - right).max() <= 1e-12 * norm, name
+
+
+def test_exchanges_of_a_model_are_prepared_for_steps_that_the_device_repeats():
+    calls = Counter()
+
+    class Prepared(Group):
+        def prepare_steps(self):
+            calls["prepare_steps"] += 1
+
+    TensorParallel(Prepared()).on(backend_for("cpu"))
+    assert calls["prepare_steps"] == 1
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])

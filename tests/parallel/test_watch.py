@@ -121,6 +121,17 @@ def test_a_rank_that_has_ended_is_missed_by_the_groups_that_it_is_in(seen, membe
     assert (watch.lost is not None) == is_lost
 
 
+def test_a_record_of_large_groups_has_its_length(seen, tmp_path):
+    """Else what a longer one leaves behind makes the next one unreadable, and the rank counts as silent."""
+    watch, groups = seen(None), (tuple(range(0, 2048, 2)), tuple(range(1024)), tuple(range(1, 1025)), (0, 1), None)
+    assert len({watch_module._named(members) for members in groups}) == len(groups)
+    for members in groups:
+        with watch.waiting("sum", members):
+            watch._write()
+    path = tmp_path / f"rank-{watch.rank}"
+    assert path.stat().st_size == watch_module.RECORD and len(json.loads(path.read_text())["entered"]) == len(groups)
+
+
 def test_a_record_that_is_half_written_is_passed_over(seen, tmp_path):
     watch = seen(None)
     (tmp_path / "rank-1").write_text('{"beat": 2, "num')
