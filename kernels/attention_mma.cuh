@@ -51,10 +51,10 @@ __device__ __forceinline__ void take_tile(Fetch& fetch, int tile) {
 
 // ---- softmax over one chunk, and the merge ----
 
-// Unnormalised attention of 16 rows over the part of a chunk seen so far; `total` is this thread's share of the row sum
-// until close().
-struct Chunk {
-    float out[OUT_TILES][4];
+// Unnormalised attention of 16 rows over the part of a chunk seen so far, in TILES columns of 8; `total` is this thread's
+// share of the row sum until close().
+template <int TILES> struct ChunkColumns {
+    float out[TILES][4];
     float maximum[2], total[2];
 
     __device__ __forceinline__ void clear() {
@@ -72,11 +72,13 @@ struct Chunk {
     }
 };
 
+using Chunk = ChunkColumns<OUT_TILES>;
 using Scores = float[KEY_TILE / 8][4];
 
 // Turn products q k of the keys from first_key on into weights under the chunk's new maximum, nothing for those from
 // limits[row] on, and rescale what the chunk holds already.
-__device__ __forceinline__ void weigh_tile(Chunk& chunk, Scores& scores, int first_key, const int (&limits)[2],
+template <int TILES>
+__device__ __forceinline__ void weigh_tile(ChunkColumns<TILES>& chunk, Scores& scores, int first_key, const int (&limits)[2],
                                            float scale) {
     if (first_key + KEY_TILE > min(limits[0], limits[1])) {
         for_each_value<KEY_TILE / 8>([&](int j, int e) {
@@ -99,7 +101,7 @@ __device__ __forceinline__ void weigh_tile(Chunk& chunk, Scores& scores, int fir
             sum = __fadd_rn(sum, scores[j][e]);
         });
         chunk.total[r] = __fmaf_rn(chunk.total[r], factor, sum);
-        for_each_value_of_half<OUT_TILES>(
+        for_each_value_of_half<TILES>(
             r, [&](int j, int e) { chunk.out[j][e] = __fmul_rn(chunk.out[j][e], factor); });
     }
 }
@@ -247,8 +249,13 @@ struct RowFragments {
         }
     }
 
-    __device__ __forceinline__ void set(const SCALAR* first, const SCALAR* second) {
-        rows[0] = first, rows[1] = second;
+    // The rows q + r * HEAD_DIM, r < count <= 16.
+    __device__ __forceinline__ void set_rows(const SCALAR* q, int count) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const int row = lane() / 4 + r * 8;
+            rows[r] = row < count ? q + row * HEAD_DIM : nullptr;
+        }
         if constexpr (!WIDE) {
 #pragma unroll
             for (int step = 0; step < PADDED_DIM / 16; ++step) read(step, kept[step]);
@@ -264,6 +271,27 @@ struct RowFragments {
         }
     }
 };
+
+// 16 rows' results in the columns from first_tile on, of `count` rows: to out + r * HEAD_DIM * stride; by those who have
+// the first columns maximum and sum to stats + r * stride.
+template <int TILES>
+__device__ __forceinline__ void write_chunk(float* out, float2* stats, long long stride, int count,
+                                            const ChunkColumns<TILES>& chunk, int first_tile) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        const int row = lane() / 4 + r * 8;
+        if (row >= count) continue;
+        float* out_row = out + row * stride * HEAD_DIM;
+#pragma unroll
+        for (int j = 0; j < TILES; ++j) {
+            const int column = column_of(first_tile + j, 0);
+            if (column < HEAD_DIM)
+                *reinterpret_cast<float2*>(out_row + column) =
+                    make_float2(chunk.out[j][2 * r], chunk.out[j][2 * r + 1]);
+        }
+        if (first_tile == 0 && (lane() & 3) == 0) stats[row * stride] = make_float2(chunk.maximum[r], chunk.total[r]);
+    }
+}
 
 // The query rows q + r * HEAD_DIM, r < count <= 16, over keys first ... end - 1 of one chunk. Unnormalised results in
 // float32 to out + r * HEAD_DIM * stride, maximum and sum to stats + r * stride.
@@ -282,9 +310,7 @@ __device__ __forceinline__ void attend_chunk(float* out, float2* stats, long lon
     const Slots values{value_rows.base, slots, first, value_rows.stride};
 
     RowFragments queries;
-    int rows[2] = {lane() / 4, lane() / 4 + 8};
-    queries.set(rows[0] < count ? q + rows[0] * HEAD_DIM : nullptr,
-                rows[1] < count ? q + rows[1] * HEAD_DIM : nullptr);
+    queries.set_rows(q, count);
     const int limits[2] = {end, end};
     Chunk chunk;
     chunk.clear();
@@ -311,17 +337,78 @@ __device__ __forceinline__ void attend_chunk(float* out, float2* stats, long lon
     }
     chunk.close();
 
+    write_chunk(out, stats, stride, count, chunk, 0);
+}
+
+// ---- several warps: the same, sooner (decoding of few sequences) ----
+
+// A warp multiplies its share of a tile's keys, and of the columns of the values; each weighs all scores. Every number is
+// made as by one warp, so the bits are the same.
+constexpr int SHARING_WARPS = KEY_TILE % 64 == 0 && OUT_TILES % 8 == 0   ? 4
+                              : KEY_TILE % 32 == 0 && OUT_TILES % 4 == 0 ? 2
+                                                                         : 1;
+constexpr int SHARING_THREADS = SHARING_WARPS * WARP;
+constexpr int SHARED_TILE = WarpTiles::SIZE<KEY_TILE>;
+constexpr int SHARING_SHARED =
+    4 * SHARED_TILE * (int)sizeof(SCALAR) + KEY_TILE / 8 * WARP * (int)sizeof(float4) + CHUNK_KEYS * (int)sizeof(int);
+
+// As attend_chunk, by SHARING_THREADS threads. Dynamic shared memory: two stages of keys and values, the scores of a
+// tile, the chunk's slots.
+template <class Rows>
+__device__ __forceinline__ void attend_chunk_together(float* out, float2* stats, long long stride, const SCALAR* q,
+                                                      int count, const Rows& key_rows, const Rows& value_rows,
+                                                      int first, int end, float scale) {
+    constexpr int KEYS = KEY_TILE / SHARING_WARPS, COLUMNS = OUT_TILES / SHARING_WARPS;  // of a warp
+    extern __shared__ __align__(1024) unsigned char shared_bytes[];
+    SCALAR* tiles = reinterpret_cast<SCALAR*>(shared_bytes);
+    float4* all_scores = reinterpret_cast<float4*>(tiles + 4 * SHARED_TILE);
+    int* slots = reinterpret_cast<int*>(all_scores + KEY_TILE / 8 * WARP);
+    for (int i = threadIdx.x; i < CHUNK_KEYS; i += SHARING_THREADS)
+        slots[i] = first + i < end ? key_rows.slot(first + i) : 0;
+    WarpTiles::clear_padding<SHARING_THREADS>(tiles, 4 * KEY_TILE);
+    __syncthreads();
+    using Slots = SlotRows<typename Rows::Element>;
+    const Slots keys{key_rows.base, slots, first, key_rows.stride};
+    const Slots values{value_rows.base, slots, first, value_rows.stride};
+    auto key_stage = [&](int tile) { return tiles + tile % 2 * 2 * SHARED_TILE; };
+    auto value_stage = [&](int tile) { return key_stage(tile) + SHARED_TILE; };
+    auto fetch = [&](SCALAR* stage, const Slots& source, int tile) {
+        const int first_key = first + tile * KEY_TILE;
+        if (first_key < end) copy_rows<WarpTiles, KEY_TILE, SHARING_THREADS, 8>(stage, source, first_key, end);
+        copies_commit();
+    };
+    fetch(key_stage(0), keys, 0);
+    fetch(value_stage(0), values, 0);
+    fetch(key_stage(1), keys, 1);
+
+    RowFragments queries;
+    queries.set_rows(q, count);
+    const int limits[2] = {end, end}, warp = warp_index();
+    ChunkColumns<COLUMNS> chunk;
+    chunk.clear();
+    for (int tile = 0; first + tile * KEY_TILE < end; ++tile) {
+        copies_wait<2>();  // the keys are there; their values and the next keys perhaps not
+        __syncthreads();   // for all warps, which are done with the values before
+        fetch(value_stage(tile + 1), values, tile + 1);
+        float part[KEYS / 8][4];
+        WarpTiles::multiply_rows(part, queries, key_stage(tile) + warp * KEYS * WarpTiles::ROW_STRIDE);
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-        if (rows[r] >= count) continue;
-        float* out_row = out + rows[r] * stride * HEAD_DIM;
+        for (int j = 0; j < KEYS / 8; ++j)
+            all_scores[(warp * (KEYS / 8) + j) * WARP + lane()] =
+                make_float4(part[j][0], part[j][1], part[j][2], part[j][3]);
+        __syncthreads();  // all scores are there, and all warps are done with the keys
+        fetch(key_stage(tile), keys, tile + 2);
+        Scores scores;
 #pragma unroll
-        for (int j = 0; j < OUT_TILES; ++j) {
-            int column = column_of(j, 0);
-            if (column < HEAD_DIM)
-                *reinterpret_cast<float2*>(out_row + column) =
-                    make_float2(chunk.out[j][2 * r], chunk.out[j][2 * r + 1]);
+        for (int j = 0; j < KEY_TILE / 8; ++j) {
+            const float4 four = all_scores[j * WARP + lane()];
+            scores[j][0] = four.x, scores[j][1] = four.y, scores[j][2] = four.z, scores[j][3] = four.w;
         }
-        if ((lane() & 3) == 0) stats[rows[r] * stride] = make_float2(chunk.maximum[r], chunk.total[r]);
+        weigh_tile(chunk, scores, first + tile * KEY_TILE, limits, scale);
+        copies_wait<3>();  // the values are there; what was begun after them perhaps not
+        __syncthreads();
+        WarpTiles::multiply(chunk.out, scores, value_stage(tile) + warp * COLUMNS * 8);
     }
+    chunk.close();
+    write_chunk(out, stats, stride, count, chunk, warp * COLUMNS);
 }

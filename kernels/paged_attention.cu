@@ -18,14 +18,7 @@ update_block_tables(int* block_tables, const int* rows, const int* columns, cons
 }
 
 #ifdef HEAD_DIM
-#include "attention.cuh"
-#include "e4m3.cuh"
-
-#ifdef CACHE_E4M3
-using Cached = E4m3;
-#else
-using Cached = SCALAR;
-#endif
+#include "paged.cuh"
 
 __device__ __forceinline__ void store_cached(SCALAR* to, const Vec<SCALAR, 8 / sizeof(SCALAR)>& x) { store_vec(to, x); }
 
@@ -80,14 +73,6 @@ scatter_blocks(SCALAR* k_cache, SCALAR* v_cache, const SCALAR* staging, const lo
               load_vec<WIDTH>(staging + ((long long)blockIdx.z * gridDim.y + blockIdx.y) * block_elements + at));
 }
 
-using CachedRows = PagedRows<Cached>;
-
-__device__ __forceinline__ CachedRows paged_rows(const void* cache, const int* block_tables, int sequence,
-                                                 int max_blocks, int block_size, int kv_head, int num_kv_heads) {
-    return {reinterpret_cast<const Cached*>(cache) + kv_head * HEAD_DIM,
-            block_tables + (long long)sequence * max_blocks, (unsigned)block_size, num_kv_heads * HEAD_DIM};
-}
-
 // o (T, H * D) of new tokens packed by cu_seqlens (B + 1), the last ones of their sequences. Block = QUERY_TILE queries
 // of one head. Rows beyond cu_seqlens[B] give zeros.
 extern "C" __global__ void __launch_bounds__(ATTENTION_THREADS, BLOCKS_AN_SM)
@@ -113,47 +98,14 @@ paged_prefill(SCALAR* o, const SCALAR* qkv, const void* k_cache, const void* v_c
                    context_lens[piece.sequence] - piece.length, scale);
 }
 
-// Element d of a row of o: its chunks merged from left to right; context 0 gives 0. row = sequence * H + head.
-__device__ __forceinline__ SCALAR merged_element(const float* partial_out, const float* partial_stats, long long row,
-                                                 int d, int context, int chunks) {
-    const float2* stats = reinterpret_cast<const float2*>(partial_stats) + row * chunks;
-    float out = 0.f, maximum = -INFINITY, total = 0.f;
-    for (int chunk = 0; chunk * CHUNK_KEYS < context; ++chunk) {
-        float left, right;
-        merge_totals(maximum, total, stats[chunk].x, stats[chunk].y, left, right);
-        out = merge_value(out, partial_out[(row * chunks + chunk) * HEAD_DIM + d], left, right);
-    }
-    return from_float<SCALAR>(__fmul_rn(out, reciprocal_total(total)));
-}
-
-// One query a sequence over one chunk of 256 keys: partial_out (B, H, chunks, D), partial_stats (B, H, chunks, 2) =
-// maximum and sum. Grid (chunks, K * head_tiles, B), one warp a block: up to 16 query heads of one kv head. Chunks
-// beyond the context are left unwritten. Where there is one chunk at the most, this writes o (B, H * D) as well, and
-// paged_decode_merge is not needed.
+// One query a sequence over one chunk of 256 keys: see decode_chunk in paged.cuh. One warp a block.
 extern "C" __global__ void __launch_bounds__(CHUNK_THREADS)
 paged_decode_chunks(SCALAR* o, float* partial_out, float* partial_stats, const SCALAR* qkv, const void* k_cache,
                     const void* v_cache, const int* block_tables, const int* context_lens, int num_heads,
                     int num_kv_heads, int block_size, int max_blocks, float scale) {
-    const int chunk = blockIdx.x, chunks = gridDim.x, sequence = blockIdx.z, context = context_lens[sequence];
-    if (chunk * CHUNK_KEYS >= context && chunks > 1) return;
-    const int group = num_heads / num_kv_heads, head_tiles = (group + 15) / 16;
-    const int kv_head = blockIdx.y / head_tiles, first_head = blockIdx.y % head_tiles * 16;
-    const int head = kv_head * group + first_head;
-    const CachedRows keys =
-        paged_rows(k_cache, block_tables, sequence, max_blocks, block_size, kv_head, num_kv_heads);
-    const CachedRows values =
-        paged_rows(v_cache, block_tables, sequence, max_blocks, block_size, kv_head, num_kv_heads);
-    const int heads = min(16, group - first_head);
-    const long long row = (long long)sequence * num_heads + head, at = row * chunks + chunk;
-    if (context > 0)
-        attend_chunk(partial_out + at * HEAD_DIM, reinterpret_cast<float2*>(partial_stats) + at, chunks,
-                     qkv + ((long long)sequence * (num_heads + 2 * num_kv_heads) + head) * HEAD_DIM, heads, keys,
-                     values, chunk * CHUNK_KEYS, min(context, (chunk + 1) * CHUNK_KEYS), scale);
-    if (chunks > 1) return;
-    __syncwarp();  // the warp reads what its other threads have written
-    for (int i = threadIdx.x; i < heads * HEAD_DIM; i += CHUNK_THREADS)
-        o[row * HEAD_DIM + i] =
-            merged_element(partial_out, partial_stats, row + i / HEAD_DIM, i % HEAD_DIM, context, chunks);
+    decode_chunk<CHUNK_THREADS>(o, partial_out, partial_stats, qkv, k_cache, v_cache, block_tables, context_lens,
+                                num_heads, num_kv_heads, block_size, max_blocks,
+                                [&](auto... given) { attend_chunk(given..., scale); });
 }
 
 // o (B, H * D) from several chunks. Grid (H, B), one thread an element of the row.

@@ -193,16 +193,17 @@ struct WarpTiles {
         multiply_rows(products, Fragments{a + warp_index() * 16 * ROW_STRIDE}, b);
     }
 
-    // out (16 x D) += weights (16 x 8 TILES, rounded to SCALAR) times tile b (8 TILES x D); b's rows ascending.
-    template <int TILES>
-    __device__ static __forceinline__ void multiply(float (&out)[OUT_TILES][4], const float (&weights)[TILES][4],
+    // out (16 x 8 OUT) += weights (16 x 8 TILES, rounded to SCALAR) times OUT columns of 8 of tile b (8 TILES rows), from
+    // its first column on; b's rows ascending.
+    template <int TILES, int OUT>
+    __device__ static __forceinline__ void multiply(float (&out)[OUT][4], const float (&weights)[TILES][4],
                                                     const SCALAR* b) {
 #pragma unroll
         for (int step = 0; step < TILES / 2; ++step) {
             unsigned a[4];
             pack_weights(a, weights, step);
 #pragma unroll
-            for (int pair = 0; pair < OUT_TILES / 2; ++pair) {
+            for (int pair = 0; pair < OUT / 2; ++pair) {
                 unsigned matrices[4];
                 load_matrices_transposed(matrices, rows_first(b, step * 16, pair * 16));
                 mma_16x8x16(out[2 * pair], a, matrices[0], matrices[1], SCALAR());

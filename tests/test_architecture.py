@@ -85,6 +85,7 @@ HEADER_LEVELS = {
     "attention_mma.cuh": 4,
     "attention_mma_backward.cuh": 5,
     "attention.cuh": 6,
+    "paged.cuh": 7,
 }
 
 # Where a noun's file stands: the CUDA source, its launcher, its NumPy twin, the differentiable function, the tests of
@@ -123,7 +124,7 @@ NOUNS = {
 }
 # Files of a shelf that are no noun's: what several nouns use, and what the other shelves do not need.
 HELPERS = {
-    "kernels": {"linear_few"},
+    "kernels": {"linear_few", "paged_attention_few"},
     "cuda": set("checked compile constants cublas exact loader nccl pool repeated verdicts versions".split()),
     "numpy": {"attention_core", "threads"},
     "ops": {"elementwise", "tensor_parallel"},

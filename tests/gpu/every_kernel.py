@@ -70,6 +70,8 @@ def train_and_generate(name, dtype):
 
 
 def attention(dtype, heads, kv_heads, dim, lengths, cache=None):
+    from cukit.backend.cuda import paged_attention
+
     be = backend_for("cuda")
     borders = np.cumsum([0, *lengths]).astype(np.int32)
     qkv = be.array(normal(int(borders[-1]), (heads + 2 * kv_heads) * dim).astype(be.dtype_of(dtype)))
@@ -86,9 +88,9 @@ def attention(dtype, heads, kv_heads, dim, lengths, cache=None):
     context = np.array(lengths, np.int32)
     be.paged_prefill_attention(qkv, *caches, be.array(tables), be.array(borders), be.array(context), heads)
     last = be.array(be.to_numpy(qkv)[borders[1:] - 1])
-    be.paged_decode_attention(
-        last, *caches, be.array(tables), be.array(context * (np.arange(len(lengths)) != 1)), heads, int(context.max())
-    )
+    context *= np.arange(len(lengths)) != 1
+    for paged_attention.FEW_BLOCKS in (0, 10**9):
+        be.paged_decode_attention(last, *caches, be.array(tables), be.array(context), heads, int(context.max()))
     entries = (be.array(np.arange(len(lengths), dtype=np.int32)) for _ in range(3))
     be.update_block_tables(be.zeros((len(lengths), len(lengths)), np.int32), *entries)
     be.newest_tokens(*(be.array(np.arange(len(lengths), dtype=np.int32)) for _ in range(3)))

@@ -131,6 +131,31 @@ def test_decode_has_the_bits_of_training(gpu, shape, dtype):
         assert different(decode(np.array([row])), expected[row : row + 1]) == 0
 
 
+@pytest.mark.parametrize("cache", [None, "E4M3"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("shape", [*SHAPES, (3, 1, 192), (5, 1, 132), (2, 2, 24)], ids=str)
+def test_blocks_of_several_warps_have_the_bits_of_one(gpu, shape, dtype, cache, monkeypatch):
+    """Lengths around the borders of tiles and chunks, with one chunk at the most and with several; no key at all."""
+    from cukit.backend.cuda import paged_attention
+
+    for lengths in ([1, 31, 32, 33, 63, 64, 65, 200, 256], [0, 257, 1, 512, 600, 320, 64]):
+        case = Paged([max(length, 1) for length in lengths], *shape)
+        qkv, k_cache, v_cache, _ = case.to(gpu, dtype)
+        if cache is not None:
+            if shape[2] % 8:
+                pytest.skip("a cache of codes has rows of whole 8 bytes")
+            codes = np.random.default_rng(0).integers(0, 0x7F, (2, *k_cache.shape), np.uint8)  # no NaN
+            k_cache, v_cache = map(gpu.array, codes)
+        given = [gpu.array(qkv[case.cu_seqlens[1:] - 1]), k_cache, v_cache, gpu.array(case.tables)]
+        given += [gpu.array(np.array(lengths, np.int32)), shape[0], max(lengths)]
+        found = []
+        for blocks in (10**9, 0):
+            monkeypatch.setattr(paged_attention, "FEW_BLOCKS", blocks)
+            found.append(gpu.to_numpy(gpu.paged_decode_attention(*given)))
+        assert np.isfinite(found[0].astype(np.float32)).all() and found[0][0].any() == bool(lengths[0])
+        assert different(*found) == 0
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_prefill_has_the_bits_of_training(gpu, shape, dtype):

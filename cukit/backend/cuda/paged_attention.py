@@ -5,11 +5,14 @@ A decode launch depends only on the shapes of its buffers, so it can be captured
 context exit at once.
 """
 
+import math
+
 import numpy as np
 
 from .attention import LOG2_E, _head_dim, _kernels, _pieces
 from .constants import source_constant
 from .device import array, empty
+from .exact import MULTIPROCESSORS
 from .loader import load
 from .rope import THREADS as ROPE_THREADS
 from .rope import _kernels as _rope_kernels
@@ -26,6 +29,7 @@ __all__ = [
 
 CHUNK_KEYS = source_constant("paged_attention", "CHUNK_KEYS")
 THREADS = 256
+FEW_BLOCKS = 4 * MULTIPROCESSORS  # up to which several warps share a block's work; only speed depends on it
 
 
 def store_kv(k_cache, v_cache, qkv, slot_mapping, num_heads, num_kv_heads):
@@ -122,24 +126,17 @@ def paged_decode_attention(qkv, k_cache, v_cache, block_tables, context_lens, nu
     head_tiles, chunks = -(-num_heads // num_kv_heads // 16), max(1, -(-max_context_len // CHUNK_KEYS))
     partial_out = empty((batch, num_heads, chunks, head_dim), np.float32)
     partial_stats = empty((batch, num_heads, chunks, 2), np.float32)
-    kernels = load("paged_attention", qkv.dtype, HEAD_DIM=head_dim, **_variant(k_cache))
-    kernels.paged_decode_chunks(
-        (chunks, num_kv_heads * head_tiles, batch),
-        32,
-        out,
-        partial_out,
-        partial_stats,
-        qkv,
-        k_cache,
-        v_cache,
-        block_tables,
-        context_lens,
-        num_heads,
-        num_kv_heads,
-        block_size,
-        block_tables.shape[1],
-        LOG2_E * head_dim**-0.5,
-    )
+    variant = {"HEAD_DIM": head_dim} | _variant(k_cache)
+    kernels = load("paged_attention", qkv.dtype, **variant)
+    grid = chunks, num_kv_heads * head_tiles, batch
+    sizes = num_heads, num_kv_heads, block_size, block_tables.shape[1], LOG2_E * head_dim**-0.5
+    given = out, partial_out, partial_stats, qkv, k_cache, v_cache, block_tables, context_lens, *sizes
+    if math.prod(grid) <= FEW_BLOCKS and qkv.itemsize == 2:
+        few = load("paged_attention_few", qkv.dtype, **variant)
+        threads, shared = few.constants("sharing_geometry", 2)
+        few.paged_decode_chunks_few(grid, threads, *given, shared=shared)
+    else:
+        kernels.paged_decode_chunks(grid, 32, *given)
     if chunks > 1:
         block = -(-head_dim // 32) * 32
         kernels.paged_decode_merge(
