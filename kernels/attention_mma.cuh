@@ -51,7 +51,7 @@ __device__ __forceinline__ void take_tile(Fetch& fetch, int tile) {
 
 // ---- softmax over one chunk, and the merge ----
 
-// Unnormalised attention of 16 rows over the part of a chunk seen so far, in TILES columns of 8; `total` is this thread's
+// Unnormalised attention of 16 rows over the part of a chunk seen so far, in 8 TILES columns; `total` is this thread's
 // share of the row sum until close().
 template <int TILES> struct ChunkColumns {
     float out[TILES][4];
@@ -78,8 +78,8 @@ using Scores = float[KEY_TILE / 8][4];
 // Turn products q k of the keys from first_key on into weights under the chunk's new maximum, nothing for those from
 // limits[row] on, and rescale what the chunk holds already.
 template <int TILES>
-__device__ __forceinline__ void weigh_tile(ChunkColumns<TILES>& chunk, Scores& scores, int first_key, const int (&limits)[2],
-                                           float scale) {
+__device__ __forceinline__ void weigh_tile(ChunkColumns<TILES>& chunk, Scores& scores, int first_key,
+                                           const int (&limits)[2], float scale) {
     if (first_key + KEY_TILE > min(limits[0], limits[1])) {
         for_each_value<KEY_TILE / 8>([&](int j, int e) {
             if (first_key + column_of(j, e) >= limits[e >> 1]) scores[j][e] = -INFINITY;
@@ -101,8 +101,8 @@ __device__ __forceinline__ void weigh_tile(ChunkColumns<TILES>& chunk, Scores& s
             sum = __fadd_rn(sum, scores[j][e]);
         });
         chunk.total[r] = __fmaf_rn(chunk.total[r], factor, sum);
-        for_each_value_of_half<TILES>(
-            r, [&](int j, int e) { chunk.out[j][e] = __fmul_rn(chunk.out[j][e], factor); });
+        for_each_value_of_half<TILES>(r,
+                                      [&](int j, int e) { chunk.out[j][e] = __fmul_rn(chunk.out[j][e], factor); });
     }
 }
 
@@ -272,8 +272,8 @@ struct RowFragments {
     }
 };
 
-// 16 rows' results in the columns from first_tile on, of `count` rows: to out + r * HEAD_DIM * stride; by those who have
-// the first columns maximum and sum to stats + r * stride.
+// The results of `count` rows in the columns of 8 from first_tile on, to out + r * HEAD_DIM * stride; with the first
+// columns also maximum and sum, to stats + r * stride.
 template <int TILES>
 __device__ __forceinline__ void write_chunk(float* out, float2* stats, long long stride, int count,
                                             const ChunkColumns<TILES>& chunk, int first_tile) {
@@ -342,8 +342,8 @@ __device__ __forceinline__ void attend_chunk(float* out, float2* stats, long lon
 
 // ---- several warps: the same, sooner (decoding of few sequences) ----
 
-// A warp multiplies its share of a tile's keys, and of the columns of the values; each weighs all scores. Every number is
-// made as by one warp, so the bits are the same.
+// A warp multiplies its share of a tile's keys, and of the columns of the values; each weighs all scores. Every number
+// is made as by one warp, so the bits are the same.
 constexpr int SHARING_WARPS = KEY_TILE % 64 == 0 && OUT_TILES % 8 == 0   ? 4
                               : KEY_TILE % 32 == 0 && OUT_TILES % 4 == 0 ? 2
                                                                          : 1;

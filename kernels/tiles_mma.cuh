@@ -193,8 +193,8 @@ struct WarpTiles {
         multiply_rows(products, Fragments{a + warp_index() * 16 * ROW_STRIDE}, b);
     }
 
-    // out (16 x 8 OUT) += weights (16 x 8 TILES, rounded to SCALAR) times OUT columns of 8 of tile b (8 TILES rows), from
-    // its first column on; b's rows ascending.
+    // out (16 x 8 OUT) += weights (16 x 8 TILES, rounded to SCALAR) times the first columns of tile b (8 TILES rows);
+    // b's rows ascending.
     template <int TILES, int OUT>
     __device__ static __forceinline__ void multiply(float (&out)[OUT][4], const float (&weights)[TILES][4],
                                                     const SCALAR* b) {
