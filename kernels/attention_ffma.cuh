@@ -110,13 +110,20 @@ __device__ __forceinline__ void attend_queries(float* o, int o_stride, float* ls
 
 // As in attention_mma.cuh: the query rows q + r * HEAD_DIM, r < count, over keys first ... end - 1 of one chunk.
 template <class Rows>
-__device__ __forceinline__ void attend_chunk(float* out, float2* stats, long long stride, const float* q, int count,
-                                             const Rows& keys, const Rows& values, int first, int end, float scale) {
+__device__ __forceinline__ void attend_chunk(const ChunkResult& result, const float* q, int count, const Rows& keys,
+                                             const Rows& values, int first, int end, float scale) {
     for (int r = 0; r < count; ++r) {
         float row[SHARE], maximum, total;
         attend_row(row, maximum, total, q + r * HEAD_DIM, keys, values, first, end, scale);
-        store_share(out + r * stride * HEAD_DIM, row, 1.f);
-        if (lane() == 0) stats[r * stride] = make_float2(maximum, total);
+        if (result.o != nullptr) {
+            const OnlyChunk only(maximum, total);
+#pragma unroll
+            for (int i = 0; i < SHARE; ++i) row[i] = only.finish(row[i]);
+            store_share(result.o + r * HEAD_DIM, row, 1.f);
+            continue;
+        }
+        store_share(result.out + r * result.stride * HEAD_DIM, row, 1.f);
+        if (lane() == 0) result.stats[r * result.stride] = make_float2(maximum, total);
     }
 }
 

@@ -272,31 +272,40 @@ struct RowFragments {
     }
 };
 
-// The results of `count` rows in the columns of 8 from first_tile on, to out + r * HEAD_DIM * stride; with the first
-// columns also maximum and sum, to stats + r * stride.
+// The columns of 8 from first_tile on of `count` rows; with the first ones also maximum and sum.
 template <int TILES>
-__device__ __forceinline__ void write_chunk(float* out, float2* stats, long long stride, int count,
-                                            const ChunkColumns<TILES>& chunk, int first_tile) {
+__device__ __forceinline__ void write_chunk(const ChunkResult& result, int count, const ChunkColumns<TILES>& chunk,
+                                            int first_tile) {
+    auto for_each_pair = [&](int r, auto write) {
+#pragma unroll
+        for (int j = 0; j < TILES; ++j) {
+            const int column = column_of(first_tile + j, 0);
+            if (column < HEAD_DIM) write(column, chunk.out[j][2 * r], chunk.out[j][2 * r + 1]);
+        }
+    };
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
         const int row = lane() / 4 + r * 8;
         if (row >= count) continue;
-        float* out_row = out + row * stride * HEAD_DIM;
-#pragma unroll
-        for (int j = 0; j < TILES; ++j) {
-            const int column = column_of(first_tile + j, 0);
-            if (column < HEAD_DIM)
-                *reinterpret_cast<float2*>(out_row + column) =
-                    make_float2(chunk.out[j][2 * r], chunk.out[j][2 * r + 1]);
+        if (result.o != nullptr) {
+            const OnlyChunk only(chunk.maximum[r], chunk.total[r]);
+            for_each_pair(r, [&](int column, float x, float y) {
+                *reinterpret_cast<unsigned*>(result.o + row * HEAD_DIM + column) =
+                    pack_pair(only.finish(x), only.finish(y), SCALAR());
+            });
+            continue;
         }
-        if (first_tile == 0 && (lane() & 3) == 0) stats[row * stride] = make_float2(chunk.maximum[r], chunk.total[r]);
+        for_each_pair(r, [&](int column, float x, float y) {
+            *reinterpret_cast<float2*>(result.out + row * result.stride * HEAD_DIM + column) = make_float2(x, y);
+        });
+        if (first_tile == 0 && (lane() & 3) == 0)
+            result.stats[row * result.stride] = make_float2(chunk.maximum[r], chunk.total[r]);
     }
 }
 
-// The query rows q + r * HEAD_DIM, r < count <= 16, over keys first ... end - 1 of one chunk. Unnormalised results in
-// float32 to out + r * HEAD_DIM * stride, maximum and sum to stats + r * stride.
+// The query rows q + r * HEAD_DIM, r < count <= 16, over keys first ... end - 1 of one chunk.
 template <class Rows>
-__device__ __forceinline__ void attend_chunk(float* out, float2* stats, long long stride, const SCALAR* q, int count,
+__device__ __forceinline__ void attend_chunk(const ChunkResult& result, const SCALAR* q, int count,
                                              const Rows& key_rows, const Rows& value_rows, int first, int end,
                                              float scale) {
     __shared__ __align__(16) SCALAR key_tile[WarpTiles::SIZE<KEY_TILE>], value_tile[WarpTiles::SIZE<KEY_TILE>];
@@ -336,8 +345,7 @@ __device__ __forceinline__ void attend_chunk(float* out, float2* stats, long lon
         fetch(value_tile, values, first_key + KEY_TILE);
     }
     chunk.close();
-
-    write_chunk(out, stats, stride, count, chunk, 0);
+    write_chunk(result, count, chunk, 0);
 }
 
 // ---- several warps: the same, sooner (decoding of few sequences) ----
@@ -355,9 +363,9 @@ constexpr int SHARING_SHARED =
 // As attend_chunk, by SHARING_THREADS threads. Dynamic shared memory: two stages of keys and values, the scores of a
 // tile, the chunk's slots.
 template <class Rows>
-__device__ __forceinline__ void attend_chunk_together(float* out, float2* stats, long long stride, const SCALAR* q,
-                                                      int count, const Rows& key_rows, const Rows& value_rows,
-                                                      int first, int end, float scale) {
+__device__ __forceinline__ void attend_chunk_together(const ChunkResult& result, const SCALAR* q, int count,
+                                                      const Rows& key_rows, const Rows& value_rows, int first, int end,
+                                                      float scale) {
     constexpr int KEYS = KEY_TILE / SHARING_WARPS, COLUMNS = OUT_TILES / SHARING_WARPS;  // of a warp
     extern __shared__ __align__(1024) unsigned char shared_bytes[];
     SCALAR* tiles = reinterpret_cast<SCALAR*>(shared_bytes);
@@ -410,5 +418,5 @@ __device__ __forceinline__ void attend_chunk_together(float* out, float2* stats,
         WarpTiles::multiply(chunk.out, scores, value_stage(tile) + warp * COLUMNS * 8);
     }
     chunk.close();
-    write_chunk(out, stats, stride, count, chunk, warp * COLUMNS);
+    write_chunk(result, count, chunk, warp * COLUMNS);
 }

@@ -125,6 +125,30 @@ __device__ __forceinline__ float reciprocal_total(float total) {
     return total == 0.f ? 0.f : __fmaf_rn(guess, __fmaf_rn(-total, guess, 1.f), guess);
 }
 
+// What one chunk of keys gives up to 16 rows: unnormalised results and (maximum, sum) for the merge with others, or,
+// where there is no other chunk, what the merge would make of it: rows of attention.
+struct ChunkResult {
+    float* out;     // row r at out + r * stride * HEAD_DIM
+    float2* stats;  // row r at stats + r * stride
+    long long stride;
+    SCALAR* o;  // row r at o + r * HEAD_DIM; null: others follow
+};
+
+// A row of its only chunk: element x becomes finish(x).
+struct OnlyChunk {
+    float left, right, factor;
+
+    __device__ __forceinline__ OnlyChunk(float chunk_maximum, float chunk_total) {
+        float maximum = -INFINITY, total = 0.f;
+        merge_totals(maximum, total, chunk_maximum, chunk_total, left, right);
+        factor = reciprocal_total(total);
+    }
+
+    __device__ __forceinline__ float finish(float x) const {
+        return __fmul_rn(merge_value(0.f, x, left, right), factor);
+    }
+};
+
 __device__ __forceinline__ float natural_lse(float maximum, float total) {
     return __fmaf_rn(maximum, LN_2, logf(total));
 }

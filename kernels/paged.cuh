@@ -32,11 +32,10 @@ __device__ __forceinline__ SCALAR merged_element(const float* partial_out, const
 }
 
 // One query a sequence over one chunk of 256 keys: partial_out (B, H, chunks, D), partial_stats (B, H, chunks, 2) =
-// maximum and sum. Grid (chunks, K * head_tiles, B): a block has up to 16 query heads of one kv head, which its THREADS
-// threads reduce by attend(out, stats, stride, q, heads, keys, values, first, end). Chunks beyond the context are left
-// unwritten. Where there is one chunk at the most, this writes o (B, H * D) as well, and paged_decode_merge is not
-// needed.
-template <int THREADS, class Attend>
+// maximum and sum. Grid (chunks, K * head_tiles, B): a block has up to 16 query heads of one kv head, which
+// attend(result, q, heads, keys, values, first, end) reduces. Chunks beyond the context are left unwritten. Where there
+// is one chunk at the most, this writes o (B, H * D) instead; context 0 gives 0 there.
+template <class Attend>
 __device__ __forceinline__ void decode_chunk(SCALAR* o, float* partial_out, float* partial_stats, const SCALAR* qkv,
                                              const void* k_cache, const void* v_cache, const int* block_tables,
                                              const int* context_lens, int num_heads, int num_kv_heads, int block_size,
@@ -52,13 +51,12 @@ __device__ __forceinline__ void decode_chunk(SCALAR* o, float* partial_out, floa
         paged_rows(v_cache, block_tables, sequence, max_blocks, block_size, kv_head, num_kv_heads);
     const int heads = min(16, group - first_head);
     const long long row = (long long)sequence * num_heads + head, at = row * chunks + chunk;
-    if (context > 0)
-        attend(partial_out + at * HEAD_DIM, reinterpret_cast<float2*>(partial_stats) + at, chunks,
-               qkv + ((long long)sequence * (num_heads + 2 * num_kv_heads) + head) * HEAD_DIM, heads, keys, values,
-               chunk * CHUNK_KEYS, min(context, (chunk + 1) * CHUNK_KEYS));
-    if (chunks > 1) return;
-    __syncthreads();  // a thread reads what others have written
-    for (int i = threadIdx.x; i < heads * HEAD_DIM; i += THREADS)
-        o[row * HEAD_DIM + i] =
-            merged_element(partial_out, partial_stats, row + i / HEAD_DIM, i % HEAD_DIM, context, chunks);
+    if (context == 0) {  // then there is one chunk
+        zero_rows(o + row * HEAD_DIM, HEAD_DIM, 0, heads, heads);
+        return;
+    }
+    const ChunkResult result{partial_out + at * HEAD_DIM, reinterpret_cast<float2*>(partial_stats) + at, chunks,
+                             chunks > 1 ? nullptr : o + row * HEAD_DIM};
+    attend(result, qkv + ((long long)sequence * (num_heads + 2 * num_kv_heads) + head) * HEAD_DIM, heads, keys, values,
+           chunk * CHUNK_KEYS, min(context, (chunk + 1) * CHUNK_KEYS));
 }

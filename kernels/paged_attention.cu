@@ -103,9 +103,8 @@ extern "C" __global__ void __launch_bounds__(CHUNK_THREADS)
 paged_decode_chunks(SCALAR* o, float* partial_out, float* partial_stats, const SCALAR* qkv, const void* k_cache,
                     const void* v_cache, const int* block_tables, const int* context_lens, int num_heads,
                     int num_kv_heads, int block_size, int max_blocks, float scale) {
-    decode_chunk<CHUNK_THREADS>(o, partial_out, partial_stats, qkv, k_cache, v_cache, block_tables, context_lens,
-                                num_heads, num_kv_heads, block_size, max_blocks,
-                                [&](auto... given) { attend_chunk(given..., scale); });
+    decode_chunk(o, partial_out, partial_stats, qkv, k_cache, v_cache, block_tables, context_lens, num_heads,
+                 num_kv_heads, block_size, max_blocks, [&](auto... given) { attend_chunk(given..., scale); });
 }
 
 // o (B, H * D) from several chunks. Grid (H, B), one thread an element of the row.

@@ -13,7 +13,6 @@ extern "C" __global__ void __launch_bounds__(SHARING_THREADS)
 paged_decode_chunks_few(SCALAR* o, float* partial_out, float* partial_stats, const SCALAR* qkv, const void* k_cache,
                         const void* v_cache, const int* block_tables, const int* context_lens, int num_heads,
                         int num_kv_heads, int block_size, int max_blocks, float scale) {
-    decode_chunk<SHARING_THREADS>(o, partial_out, partial_stats, qkv, k_cache, v_cache, block_tables, context_lens,
-                                  num_heads, num_kv_heads, block_size, max_blocks,
-                                  [&](auto... given) { attend_chunk_together(given..., scale); });
+    decode_chunk(o, partial_out, partial_stats, qkv, k_cache, v_cache, block_tables, context_lens, num_heads,
+                 num_kv_heads, block_size, max_blocks, [&](auto... given) { attend_chunk_together(given..., scale); });
 }

@@ -29,7 +29,7 @@ __all__ = [
 
 CHUNK_KEYS = source_constant("paged_attention", "CHUNK_KEYS")
 THREADS = 256
-FEW_BLOCKS = 4 * MULTIPROCESSORS  # up to which several warps share a block's work; only speed depends on it
+FEW_BLOCKS = 2 * MULTIPROCESSORS  # up to which several warps share a block's work; only speed depends on it
 
 
 def store_kv(k_cache, v_cache, qkv, slot_mapping, num_heads, num_kv_heads):
