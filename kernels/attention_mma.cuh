@@ -235,6 +235,38 @@ __device__ __forceinline__ void attend_queries(SCALAR* o, int o_stride, float* l
 
 constexpr int CHUNK_THREADS = 32;
 
+// Where tiles of keys or values land as a cache has them: numbers are multiplied there, codes are decoded first.
+template <class Element> struct Landing {
+    static constexpr bool CODED = sizeof(Element) != sizeof(SCALAR);
+    static constexpr int TILE = WarpTiles::SIZE<KEY_TILE>, BYTES = CODED ? KEY_TILE * HEAD_DIM : TILE * sizeof(SCALAR);
+    static constexpr int DECODED = CODED ? TILE : 0;  // elements
+
+    template <int THREADS, class Source>
+    __device__ static __forceinline__ void fetch(unsigned char* landing, const Source& source, int first, int end) {
+        if constexpr (CODED)
+            copy_codes<KEY_TILE, THREADS>(landing, source, first, end);
+        else
+            copy_rows<WarpTiles, KEY_TILE, THREADS, THREADS == WARP ? 8 : 4>(reinterpret_cast<SCALAR*>(landing), source,
+                                                                             first, end);
+    }
+
+    // The tile of SCALAR for what has landed. Codes go to `decoded`, where this waits for all threads by wait().
+    template <int THREADS, class Wait>
+    __device__ static __forceinline__ const SCALAR* tile(unsigned char* landing, SCALAR* decoded, Wait wait) {
+        if constexpr (!CODED) return reinterpret_cast<SCALAR*>(landing);
+        decode_tile<WarpTiles, KEY_TILE, THREADS>(decoded, landing);
+        wait();
+        return decoded;
+    }
+
+    // Zero what no copy touches, of `count` landings side by side.
+    template <int THREADS>
+    __device__ static __forceinline__ void clear_padding(unsigned char* landings, int count, SCALAR* decoded) {
+        SCALAR* tiles = CODED ? decoded : reinterpret_cast<SCALAR*>(landings);
+        WarpTiles::clear_padding<THREADS>(tiles, CODED ? KEY_TILE : count * KEY_TILE);
+    }
+};
+
 // 16 rows in global memory, kept in registers, or read again at each use where WIDE. A null row is zeros.
 struct RowFragments {
     const SCALAR* rows[2];
@@ -308,11 +340,13 @@ template <class Rows>
 __device__ __forceinline__ void attend_chunk(const ChunkResult& result, const SCALAR* q, int count,
                                              const Rows& key_rows, const Rows& value_rows, int first, int end,
                                              float scale) {
-    __shared__ __align__(16) SCALAR key_tile[WarpTiles::SIZE<KEY_TILE>], value_tile[WarpTiles::SIZE<KEY_TILE>];
+    using Land = Landing<typename Rows::Element>;
+    __shared__ __align__(16) unsigned char landings[2 * Land::BYTES + Land::DECODED * sizeof(SCALAR)];
     __shared__ int slots[CHUNK_KEYS];
+    unsigned char *key_landing = landings, *value_landing = landings + Land::BYTES;
+    SCALAR* decoded = reinterpret_cast<SCALAR*>(landings + 2 * Land::BYTES);
     for (int i = lane(); i < CHUNK_KEYS; i += CHUNK_THREADS) slots[i] = first + i < end ? key_rows.slot(first + i) : 0;
-    WarpTiles::clear_padding<CHUNK_THREADS>(key_tile, KEY_TILE);
-    WarpTiles::clear_padding<CHUNK_THREADS>(value_tile, KEY_TILE);
+    Land::template clear_padding<CHUNK_THREADS>(landings, 2, decoded);
     __syncwarp();
     using Slots = SlotRows<typename Rows::Element>;
     const Slots keys{key_rows.base, slots, first, key_rows.stride};
@@ -324,25 +358,28 @@ __device__ __forceinline__ void attend_chunk(const ChunkResult& result, const SC
     Chunk chunk;
     chunk.clear();
 
-    auto fetch = [&](SCALAR* tile, const Slots& source, int first_key) {
-        if (first_key < end) copy_rows<WarpTiles, KEY_TILE, CHUNK_THREADS, 8>(tile, source, first_key, end);
+    auto fetch = [&](unsigned char* landing, const Slots& source, int first_key) {
+        if (first_key < end) Land::template fetch<CHUNK_THREADS>(landing, source, first_key, end);
         copies_commit();
     };
-    fetch(key_tile, keys, first);
-    fetch(value_tile, values, first);
+    auto landed = [&](unsigned char* landing) {
+        return Land::template tile<CHUNK_THREADS>(landing, decoded, [] { __syncwarp(); });
+    };
+    fetch(key_landing, keys, first);
+    fetch(value_landing, values, first);
     for (int first_key = first; first_key < end; first_key += KEY_TILE) {
         Scores scores;
         copies_wait<1>();  // the keys are there, the values perhaps not
         __syncwarp();
-        WarpTiles::multiply_rows(scores, queries, key_tile);
+        WarpTiles::multiply_rows(scores, queries, landed(key_landing));
         __syncwarp();
-        fetch(key_tile, keys, first_key + KEY_TILE);
+        fetch(key_landing, keys, first_key + KEY_TILE);
         weigh_tile(chunk, scores, first_key, limits, scale);
         copies_wait<1>();  // the values are there, the next keys perhaps not
         __syncwarp();
-        WarpTiles::multiply(chunk.out, scores, value_tile);
+        WarpTiles::multiply(chunk.out, scores, landed(value_landing));
         __syncwarp();
-        fetch(value_tile, values, first_key + KEY_TILE);
+        fetch(value_landing, values, first_key + KEY_TILE);
     }
     chunk.close();
     write_chunk(result, count, chunk, 0);
@@ -356,34 +393,38 @@ constexpr int SHARING_WARPS = KEY_TILE % 64 == 0 && OUT_TILES % 8 == 0   ? 4
                               : KEY_TILE % 32 == 0 && OUT_TILES % 4 == 0 ? 2
                                                                          : 1;
 constexpr int SHARING_THREADS = SHARING_WARPS * WARP;
-constexpr int SHARED_TILE = WarpTiles::SIZE<KEY_TILE>;
-constexpr int SHARING_SHARED =
-    4 * SHARED_TILE * (int)sizeof(SCALAR) + KEY_TILE / 8 * WARP * (int)sizeof(float4) + CHUNK_KEYS * (int)sizeof(int);
+// Dynamic shared memory: two stages of keys and values, a decoded tile, the scores of a tile, the chunk's slots.
+template <class Element>
+constexpr int SHARING_SHARED = 4 * Landing<Element>::BYTES + Landing<Element>::DECODED * (int)sizeof(SCALAR) +
+                               KEY_TILE / 8 * WARP * (int)sizeof(float4) + CHUNK_KEYS * (int)sizeof(int);
 
-// As attend_chunk, by SHARING_THREADS threads. Dynamic shared memory: two stages of keys and values, the scores of a
-// tile, the chunk's slots.
+// As attend_chunk, by SHARING_THREADS threads with SHARING_SHARED bytes.
 template <class Rows>
 __device__ __forceinline__ void attend_chunk_together(const ChunkResult& result, const SCALAR* q, int count,
                                                       const Rows& key_rows, const Rows& value_rows, int first, int end,
                                                       float scale) {
     constexpr int KEYS = KEY_TILE / SHARING_WARPS, COLUMNS = OUT_TILES / SHARING_WARPS;  // of a warp
     extern __shared__ __align__(1024) unsigned char shared_bytes[];
-    SCALAR* tiles = reinterpret_cast<SCALAR*>(shared_bytes);
-    float4* all_scores = reinterpret_cast<float4*>(tiles + 4 * SHARED_TILE);
+    using Land = Landing<typename Rows::Element>;
+    SCALAR* decoded = reinterpret_cast<SCALAR*>(shared_bytes + 4 * Land::BYTES);
+    float4* all_scores = reinterpret_cast<float4*>(decoded + Land::DECODED);
     int* slots = reinterpret_cast<int*>(all_scores + KEY_TILE / 8 * WARP);
     for (int i = threadIdx.x; i < CHUNK_KEYS; i += SHARING_THREADS)
         slots[i] = first + i < end ? key_rows.slot(first + i) : 0;
-    WarpTiles::clear_padding<SHARING_THREADS>(tiles, 4 * KEY_TILE);
+    Land::template clear_padding<SHARING_THREADS>(shared_bytes, 4, decoded);
     __syncthreads();
     using Slots = SlotRows<typename Rows::Element>;
     const Slots keys{key_rows.base, slots, first, key_rows.stride};
     const Slots values{value_rows.base, slots, first, value_rows.stride};
-    auto key_stage = [&](int tile) { return tiles + tile % 2 * 2 * SHARED_TILE; };
-    auto value_stage = [&](int tile) { return key_stage(tile) + SHARED_TILE; };
-    auto fetch = [&](SCALAR* stage, const Slots& source, int tile) {
+    auto key_stage = [&](int tile) { return shared_bytes + tile % 2 * 2 * Land::BYTES; };
+    auto value_stage = [&](int tile) { return key_stage(tile) + Land::BYTES; };
+    auto fetch = [&](unsigned char* stage, const Slots& source, int tile) {
         const int first_key = first + tile * KEY_TILE;
-        if (first_key < end) copy_rows<WarpTiles, KEY_TILE, SHARING_THREADS, 8>(stage, source, first_key, end);
+        if (first_key < end) Land::template fetch<SHARING_THREADS>(stage, source, first_key, end);
         copies_commit();
+    };
+    auto landed = [&](unsigned char* stage) {
+        return Land::template tile<SHARING_THREADS>(stage, decoded, [] { __syncthreads(); });
     };
     fetch(key_stage(0), keys, 0);
     fetch(value_stage(0), values, 0);
@@ -399,7 +440,7 @@ __device__ __forceinline__ void attend_chunk_together(const ChunkResult& result,
         __syncthreads();   // for all warps, which are done with the values before
         fetch(value_stage(tile + 1), values, tile + 1);
         float part[KEYS / 8][4];
-        WarpTiles::multiply_rows(part, queries, key_stage(tile) + warp * KEYS * WarpTiles::ROW_STRIDE);
+        WarpTiles::multiply_rows(part, queries, landed(key_stage(tile)) + warp * KEYS * WarpTiles::ROW_STRIDE);
 #pragma unroll
         for (int j = 0; j < KEYS / 8; ++j)
             all_scores[(warp * (KEYS / 8) + j) * WARP + lane()] =
@@ -415,7 +456,7 @@ __device__ __forceinline__ void attend_chunk_together(const ChunkResult& result,
         weigh_tile(chunk, scores, first + tile * KEY_TILE, limits, scale);
         copies_wait<3>();  // the values are there; what was begun after them perhaps not
         __syncthreads();
-        WarpTiles::multiply(chunk.out, scores, value_stage(tile) + warp * COLUMNS * 8);
+        WarpTiles::multiply(chunk.out, scores, landed(value_stage(tile)) + warp * COLUMNS * 8);
     }
     chunk.close();
     write_chunk(result, count, chunk, warp * COLUMNS);

@@ -6,7 +6,7 @@
 #include "paged.cuh"
 
 // What a launcher must know: threads a block, bytes of dynamic shared memory.
-extern "C" __constant__ int sharing_geometry[2] = {SHARING_THREADS, SHARING_SHARED};
+extern "C" __constant__ int sharing_geometry[2] = {SHARING_THREADS, SHARING_SHARED<Cached>};
 
 // See decode_chunk in paged.cuh.
 extern "C" __global__ void __launch_bounds__(SHARING_THREADS)

@@ -47,6 +47,17 @@ __device__ __forceinline__ void pack_weights(unsigned (&a)[4], const float (&wei
                          SCALAR());
 }
 
+using UnitCodes = Vec<unsigned, COPY_ELEMENTS / 4>;
+
+// One unit of a tile from E4m3 codes.
+__device__ __forceinline__ void store_decoded(SCALAR* to, const UnitCodes& codes) {
+    Vec<unsigned, COPY_ELEMENTS / 2> pairs;
+#pragma unroll
+    for (int j = 0; j < COPY_ELEMENTS / 4; ++j)
+        pairs[2 * j] = e4m3_pair<0>(codes[j]), pairs[2 * j + 1] = e4m3_pair<1>(codes[j]);
+    store_vec(reinterpret_cast<unsigned*>(to), pairs);
+}
+
 // ROWS rows of E4m3 codes from `first` on into a tile, as SCALAR; rows from `end` on become zeros and are not read. A
 // thread reads CODES of them at once, which are two units of 16 bytes of its tile where they fit, and waits for them:
 // UNROLL reads are under way.
@@ -61,16 +72,34 @@ __device__ __forceinline__ void decode_rows(SCALAR* tile, const Source& source, 
             codes = load_vec<CODES / 4>(reinterpret_cast<const unsigned*>(source.row(first + row) + column));
 #pragma unroll
         for (int unit = 0; unit < CODES / COPY_ELEMENTS; ++unit) {
-            Vec<unsigned, COPY_ELEMENTS / 2> pairs;
+            UnitCodes part;
 #pragma unroll
-            for (int j = 0; j < COPY_ELEMENTS / 4; ++j) {
-                const unsigned word = codes[unit * (COPY_ELEMENTS / 4) + j];
-                pairs[2 * j] = e4m3_pair<0>(word), pairs[2 * j + 1] = e4m3_pair<1>(word);
-            }
-            SCALAR* to = tile + Tiles::template offset<ROWS>(row, column + unit * COPY_ELEMENTS);
-            store_vec(reinterpret_cast<unsigned*>(to), pairs);
+            for (int j = 0; j < COPY_ELEMENTS / 4; ++j) part[j] = codes[unit * (COPY_ELEMENTS / 4) + j];
+            store_decoded(tile + Tiles::template offset<ROWS>(row, column + unit * COPY_ELEMENTS), part);
         }
     }
+}
+
+// Start copying ROWS rows of E4m3 codes from `first` on, as they are, to `codes` (ROWS, HEAD_DIM); rows from `end` on
+// become zeros and are not read.
+template <int ROWS, int THREADS, class Source>
+__device__ __forceinline__ void copy_codes(unsigned char* codes, const Source& source, int first, int end) {
+    constexpr int BYTES = HEAD_DIM % 16 ? COPY_ELEMENTS : 16, COPIES = HEAD_DIM / BYTES;
+#pragma unroll 8
+    for (int i = threadIdx.x; i < ROWS * COPIES; i += THREADS) {
+        const int row = first + i / COPIES;
+        copy_async<BYTES>(codes + i * BYTES, &source.row(row)->code + i % COPIES * BYTES, row < end);
+    }
+}
+
+// A tile from such codes.
+template <class Tiles, int ROWS, int THREADS>
+__device__ __forceinline__ void decode_tile(SCALAR* tile, const unsigned char* codes) {
+    constexpr int UNITS = HEAD_DIM / COPY_ELEMENTS;
+#pragma unroll 8
+    for (int i = threadIdx.x; i < ROWS * UNITS; i += THREADS)
+        store_decoded(tile + Tiles::template offset<ROWS>(i / UNITS, i % UNITS * COPY_ELEMENTS),
+                      load_vec<COPY_ELEMENTS / 4>(reinterpret_cast<const unsigned*>(codes + i * COPY_ELEMENTS)));
 }
 
 // Start copying ROWS rows from `first` on into a tile; rows from `end` on become zeros and are not read. UNROLL costs
