@@ -235,11 +235,13 @@ __device__ __forceinline__ void attend_queries(SCALAR* o, int o_stride, float* l
 
 constexpr int CHUNK_THREADS = 32;
 
-// Where tiles of keys or values land as a cache has them: numbers are multiplied there, codes are decoded first.
-template <class Element> struct Landing {
+// Where tiles of keys or values land as a cache has them: numbers are multiplied there, codes are decoded before, in
+// one of PARTS parts after the other.
+template <class Element, int CODED_PARTS> struct Landing {
     static constexpr bool CODED = sizeof(Element) != sizeof(SCALAR);
-    static constexpr int TILE = WarpTiles::SIZE<KEY_TILE>, BYTES = CODED ? KEY_TILE * HEAD_DIM : TILE * sizeof(SCALAR);
-    static constexpr int DECODED = CODED ? TILE : 0;  // elements
+    static constexpr int PARTS = CODED ? CODED_PARTS : 1, ROWS = KEY_TILE / PARTS;
+    static constexpr int BYTES = KEY_TILE * (CODED ? HEAD_DIM : WarpTiles::ROW_STRIDE * (int)sizeof(SCALAR));
+    static constexpr int DECODED = CODED ? WarpTiles::SIZE<ROWS> : 0;  // elements
 
     template <int THREADS, class Source>
     __device__ static __forceinline__ void fetch(unsigned char* landing, const Source& source, int first, int end) {
@@ -250,20 +252,28 @@ template <class Element> struct Landing {
                                                                              first, end);
     }
 
-    // The tile of SCALAR for what has landed. Codes go to `decoded`, where this waits for all threads by wait().
-    template <int THREADS, class Wait>
-    __device__ static __forceinline__ const SCALAR* tile(unsigned char* landing, SCALAR* decoded, Wait wait) {
-        if constexpr (!CODED) return reinterpret_cast<SCALAR*>(landing);
-        decode_tile<WarpTiles, KEY_TILE, THREADS>(decoded, landing);
-        wait();
-        return decoded;
+    // function(the ROWS rows of part `part` of what has landed, part) for each part. wait() waits for all threads.
+    template <int THREADS, class Wait, class Function>
+    __device__ static __forceinline__ void for_each_part(unsigned char* landing, SCALAR* decoded, Wait wait,
+                                                         Function function) {
+        if constexpr (!CODED) {
+            function(reinterpret_cast<const SCALAR*>(landing), 0);
+        } else {
+#pragma unroll
+            for (int part = 0; part < PARTS; ++part) {
+                if (part > 0) wait();  // for those that multiply the part before
+                decode_tile<WarpTiles, ROWS, THREADS>(decoded, landing + part * ROWS * HEAD_DIM);
+                wait();
+                function(const_cast<const SCALAR*>(decoded), part);
+            }
+        }
     }
 
     // Zero what no copy touches, of `count` landings side by side.
     template <int THREADS>
     __device__ static __forceinline__ void clear_padding(unsigned char* landings, int count, SCALAR* decoded) {
         SCALAR* tiles = CODED ? decoded : reinterpret_cast<SCALAR*>(landings);
-        WarpTiles::clear_padding<THREADS>(tiles, CODED ? KEY_TILE : count * KEY_TILE);
+        WarpTiles::clear_padding<THREADS>(tiles, CODED ? ROWS : count * KEY_TILE);
     }
 };
 
@@ -340,7 +350,7 @@ template <class Rows>
 __device__ __forceinline__ void attend_chunk(const ChunkResult& result, const SCALAR* q, int count,
                                              const Rows& key_rows, const Rows& value_rows, int first, int end,
                                              float scale) {
-    using Land = Landing<typename Rows::Element>;
+    using Land = Landing<typename Rows::Element, 2>;  // more warps find room than with whole tiles
     __shared__ __align__(16) unsigned char landings[2 * Land::BYTES + Land::DECODED * sizeof(SCALAR)];
     __shared__ int slots[CHUNK_KEYS];
     unsigned char *key_landing = landings, *value_landing = landings + Land::BYTES;
@@ -362,8 +372,12 @@ __device__ __forceinline__ void attend_chunk(const ChunkResult& result, const SC
         if (first_key < end) Land::template fetch<CHUNK_THREADS>(landing, source, first_key, end);
         copies_commit();
     };
-    auto landed = [&](unsigned char* landing) {
-        return Land::template tile<CHUNK_THREADS>(landing, decoded, [] { __syncwarp(); });
+    auto for_each_part = [&](unsigned char* landing, auto function) {
+        Land::template for_each_part<CHUNK_THREADS>(landing, decoded, [] { __syncwarp(); }, function);
+    };
+    using Part = float[Land::ROWS / 8][4];
+    auto part_of = [](Scores& scores, int part) -> Part& {
+        return reinterpret_cast<Part*>(scores)[part];
     };
     fetch(key_landing, keys, first);
     fetch(value_landing, values, first);
@@ -371,13 +385,17 @@ __device__ __forceinline__ void attend_chunk(const ChunkResult& result, const SC
         Scores scores;
         copies_wait<1>();  // the keys are there, the values perhaps not
         __syncwarp();
-        WarpTiles::multiply_rows(scores, queries, landed(key_landing));
+        for_each_part(key_landing, [&](const SCALAR* rows, int part) {
+            WarpTiles::multiply_rows(part_of(scores, part), queries, rows);
+        });
         __syncwarp();
         fetch(key_landing, keys, first_key + KEY_TILE);
         weigh_tile(chunk, scores, first_key, limits, scale);
         copies_wait<1>();  // the values are there, the next keys perhaps not
         __syncwarp();
-        WarpTiles::multiply(chunk.out, scores, landed(value_landing));
+        for_each_part(value_landing, [&](const SCALAR* rows, int part) {
+            WarpTiles::multiply(chunk.out, part_of(scores, part), rows);
+        });
         __syncwarp();
         fetch(value_landing, values, first_key + KEY_TILE);
     }
@@ -395,7 +413,7 @@ constexpr int SHARING_WARPS = KEY_TILE % 64 == 0 && OUT_TILES % 8 == 0   ? 4
 constexpr int SHARING_THREADS = SHARING_WARPS * WARP;
 // Dynamic shared memory: two stages of keys and values, a decoded tile, the scores of a tile, the chunk's slots.
 template <class Element>
-constexpr int SHARING_SHARED = 4 * Landing<Element>::BYTES + Landing<Element>::DECODED * (int)sizeof(SCALAR) +
+constexpr int SHARING_SHARED = 4 * Landing<Element, 1>::BYTES + Landing<Element, 1>::DECODED * (int)sizeof(SCALAR) +
                                KEY_TILE / 8 * WARP * (int)sizeof(float4) + CHUNK_KEYS * (int)sizeof(int);
 
 // As attend_chunk, by SHARING_THREADS threads with SHARING_SHARED bytes.
@@ -405,7 +423,7 @@ __device__ __forceinline__ void attend_chunk_together(const ChunkResult& result,
                                                       float scale) {
     constexpr int KEYS = KEY_TILE / SHARING_WARPS, COLUMNS = OUT_TILES / SHARING_WARPS;  // of a warp
     extern __shared__ __align__(1024) unsigned char shared_bytes[];
-    using Land = Landing<typename Rows::Element>;
+    using Land = Landing<typename Rows::Element, 1>;
     SCALAR* decoded = reinterpret_cast<SCALAR*>(shared_bytes + 4 * Land::BYTES);
     float4* all_scores = reinterpret_cast<float4*>(decoded + Land::DECODED);
     int* slots = reinterpret_cast<int*>(all_scores + KEY_TILE / 8 * WARP);
@@ -423,8 +441,8 @@ __device__ __forceinline__ void attend_chunk_together(const ChunkResult& result,
         if (first_key < end) Land::template fetch<SHARING_THREADS>(stage, source, first_key, end);
         copies_commit();
     };
-    auto landed = [&](unsigned char* stage) {
-        return Land::template tile<SHARING_THREADS>(stage, decoded, [] { __syncthreads(); });
+    auto for_each_part = [&](unsigned char* stage, auto function) {
+        Land::template for_each_part<SHARING_THREADS>(stage, decoded, [] { __syncthreads(); }, function);
     };
     fetch(key_stage(0), keys, 0);
     fetch(value_stage(0), values, 0);
@@ -440,7 +458,9 @@ __device__ __forceinline__ void attend_chunk_together(const ChunkResult& result,
         __syncthreads();   // for all warps, which are done with the values before
         fetch(value_stage(tile + 1), values, tile + 1);
         float part[KEYS / 8][4];
-        WarpTiles::multiply_rows(part, queries, landed(key_stage(tile)) + warp * KEYS * WarpTiles::ROW_STRIDE);
+        for_each_part(key_stage(tile), [&](const SCALAR* rows, int) {
+            WarpTiles::multiply_rows(part, queries, rows + warp * KEYS * WarpTiles::ROW_STRIDE);
+        });
 #pragma unroll
         for (int j = 0; j < KEYS / 8; ++j)
             all_scores[(warp * (KEYS / 8) + j) * WARP + lane()] =
@@ -456,7 +476,9 @@ __device__ __forceinline__ void attend_chunk_together(const ChunkResult& result,
         weigh_tile(chunk, scores, first + tile * KEY_TILE, limits, scale);
         copies_wait<3>();  // the values are there; what was begun after them perhaps not
         __syncthreads();
-        WarpTiles::multiply(chunk.out, scores, landed(value_stage(tile)) + warp * COLUMNS * 8);
+        for_each_part(value_stage(tile), [&](const SCALAR* rows, int) {
+            WarpTiles::multiply(chunk.out, scores, rows + warp * COLUMNS * 8);
+        });
     }
     chunk.close();
     write_chunk(result, count, chunk, warp * COLUMNS);

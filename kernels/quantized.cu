@@ -77,12 +77,12 @@ template <int HALF> __device__ __forceinline__ unsigned weight_pair(unsigned byt
 }
 
 // 16 numbers of row `row` of x (rows, size) from column `start` on, as 8 pairs; zeros outside.
-__device__ __forceinline__ void load_pairs(unsigned (&pairs)[8], const SCALAR* x, long long row, long long rows,
-                                           int start, int size, bool vectorised) {
+__device__ __forceinline__ void load_pairs(unsigned (&pairs)[8], const SCALAR* x, int row, int rows, int start,
+                                           int size, bool vectorised) {
 #pragma unroll
     for (int i = 0; i < 8; i++) pairs[i] = 0;
     if (row >= rows || start >= size) return;
-    const SCALAR* from = x + row * size + start;
+    const SCALAR* from = x + (long long)row * size + start;
     if (vectorised) {
         const uint4 low = *reinterpret_cast<const uint4*>(from), high = *reinterpret_cast<const uint4*>(from + 8);
 #pragma unroll
@@ -97,15 +97,15 @@ __device__ __forceinline__ void load_pairs(unsigned (&pairs)[8], const SCALAR* x
 
 #endif
 
-// A warp's sums of 16 * OUTS outs and 8 * ROWS rows of x, of one class of slices: sums[m][n] is C of mma.m16n8k16 with
+// A warp's sums of 16 * OUTS outs and the 8 * ROWS rows of x, of one class of slices: sums[m][n] is C of mma.m16n8k16 with
 // outs as its rows. A thread of four has 16 neighbours of I of its two outs and of its row of x, 4 of them in each mma:
 // which k an instruction calls them does not matter, as long as both operands agree.
 template <int OUTS, int ROWS> struct Sums {
     static constexpr int AHEAD = OUTS == 1 ? 4 : 2;  // slices of Q under way
     float sums[OUTS][ROWS][4];
 
-    __device__ __forceinline__ void run(const SCALAR* x, const unsigned char* q, int first_out, long long first_row,
-                                        int first_slice, long long rows, int ins, int outs) {
+    __device__ __forceinline__ void run(const SCALAR* x, const unsigned char* q, int first_out, int first_slice,
+                                        int rows, int ins, int outs) {
         const bool vectorised = ins % PIECE == 0 && aligned16(x) && aligned16(q);
         const int slices = (ins + SLICE - 1) / SLICE, column = (lane() & 3) * PIECE;
         uint4 ahead[AHEAD][OUTS][2];
@@ -130,14 +130,14 @@ template <int OUTS, int ROWS> struct Sums {
             for (int i = 0; i < AHEAD; i++) {
                 const int slice = start + i * CLASSES;
                 if (slice >= slices) break;
-                add_slice(ahead[i], x, first_row, rows, slice * SLICE, ins, vectorised);
+                add_slice(ahead[i], x, rows, slice * SLICE, ins, vectorised);
                 load(ahead[i], slice + AHEAD * CLASSES);
             }
     }
 
 #if !SCALAR_F32
-    __device__ __forceinline__ void add_slice(const uint4 (&weights)[OUTS][2], const SCALAR* x, long long first_row,
-                                              long long rows, int start, int ins, bool vectorised) {
+    __device__ __forceinline__ void add_slice(const uint4 (&weights)[OUTS][2], const SCALAR* x, int rows, int start,
+                                              int ins, bool vectorised) {
         unsigned a[4][OUTS][4];
 #pragma unroll
         for (int step = 0; step < 4; step++)
@@ -152,7 +152,7 @@ template <int OUTS, int ROWS> struct Sums {
 #pragma unroll
         for (int n = 0; n < ROWS; n++) {
             unsigned b[8];
-            load_pairs(b, x, first_row + n * 8 + lane() / 4, rows, start + (lane() & 3) * PIECE, ins, vectorised);
+            load_pairs(b, x, n * 8 + lane() / 4, rows, start + (lane() & 3) * PIECE, ins, vectorised);
 #pragma unroll
             for (int step = 0; step < 4; step++)
 #pragma unroll
@@ -162,8 +162,8 @@ template <int OUTS, int ROWS> struct Sums {
     }
 #else
     // Without tensor cores, for any shape, not tuned: a thread asks the four that hold an out's bytes for them.
-    __device__ __forceinline__ void add_slice(const uint4 (&weights)[OUTS][2], const SCALAR* x, long long first_row,
-                                              long long rows, int start, int ins, bool) {
+    __device__ __forceinline__ void add_slice(const uint4 (&weights)[OUTS][2], const SCALAR* x, int rows, int start,
+                                              int ins, bool) {
 #pragma unroll
         for (int m = 0; m < OUTS; m++)
 #pragma unroll
@@ -181,8 +181,9 @@ template <int OUTS, int ROWS> struct Sums {
                         for (int n = 0; n < ROWS; n++)
 #pragma unroll
                             for (int e = 0; e < 2; e++) {
-                                const long long row = first_row + n * 8 + (lane() & 3) * 2 + e;
-                                if (row < rows) part[n][e] = fmaf(weight, x[row * ins + start + i], part[n][e]);
+                                const int row = n * 8 + (lane() & 3) * 2 + e;
+                                if (row < rows)
+                                    part[n][e] = fmaf(weight, x[(long long)row * ins + start + i], part[n][e]);
                             }
                     }
 #pragma unroll
@@ -205,7 +206,7 @@ template <int OUTS, int ROWS> struct Sums {
     }
 };
 
-// ---- few rows: a block reads its rows of Q once and has the whole of I, a warp a class ----
+// ---- the product: a block reads its rows of Q once and has the whole of I, a warp a class ----
 
 template <int OUTS, int ROWS>
 __device__ __forceinline__ void few_rows(const Ending& ending, const SCALAR* x, const unsigned char* q, int rows,
@@ -213,7 +214,7 @@ __device__ __forceinline__ void few_rows(const Ending& ending, const SCALAR* x, 
     __shared__ float shared[CLASSES][8 * ROWS][16 * OUTS + 1];
     const int first_out = blockIdx.x * 16 * OUTS, warp = warp_index();
     Sums<OUTS, ROWS> mine;
-    mine.run(x, q, first_out, 0, warp, rows, ins, ending.outs);
+    mine.run(x, q, first_out, warp, rows, ins, ending.outs);
     mine.for_each([&](int row, int out, float sum) { shared[warp][row][out] = sum; });
     __syncthreads();
     for (int i = threadIdx.x; i < 8 * ROWS * 16 * OUTS; i += CLASSES * WARP) {
@@ -240,48 +241,6 @@ quantized_few_rows(SCALAR* y, const SCALAR* x, const void* q, const float* scale
         few_rows<2, 1>(ending, x, bytes, rows, ins);
     else
         few_rows<2, 2>(ending, x, bytes, rows, ins);
-}
-
-// ---- more rows: a block has one class of slices, and its warps share rows of x in the first cache ----
-
-constexpr int PART_WARPS = 4, PART_OUTS = PART_WARPS * 32;
-
-template <int ROWS>
-__device__ __forceinline__ void part_of_rows(float* partial, const SCALAR* x, const unsigned char* q, long long rows,
-                                             int ins, int outs) {
-    const int first_out = blockIdx.x * PART_OUTS + warp_index() * 32;
-    const long long first_row = (long long)blockIdx.y * 8 * ROWS;
-    if (first_out >= outs) return;
-    Sums<2, ROWS> mine;
-    mine.run(x, q, first_out, first_row, blockIdx.z, rows, ins, outs);
-    partial += blockIdx.z * rows * outs;
-    mine.for_each([&](int row, int out, float sum) {
-        if (first_row + row < rows && first_out + out < outs)
-            partial[(first_row + row) * outs + first_out + out] = sum;
-    });
-}
-
-// partial (CLASSES, rows, outs). Grid (ceil(outs / PART_OUTS), ceil(rows / (8 * row_tiles)), CLASSES); row_tiles is 4
-// or 8.
-extern "C" __global__ void __launch_bounds__(PART_WARPS * WARP)
-quantized_parts(float* partial, const SCALAR* x, const void* q, long long rows, int ins, int outs, int row_tiles) {
-    const unsigned char* bytes = reinterpret_cast<const unsigned char*>(q);
-    if (row_tiles == 4)
-        part_of_rows<4>(partial, x, bytes, rows, ins, outs);
-    else
-        part_of_rows<8>(partial, x, bytes, rows, ins, outs);
-}
-
-// y from the classes' sums, one thread an element: the sums and the bits of quantized_few_rows.
-extern "C" __global__ void __launch_bounds__(THREADS)
-quantized_merge(SCALAR* y, const float* partial, const float* scale, const SCALAR* bias, const SCALAR* addend,
-                long long rows, int outs) {
-    const long long at = (long long)blockIdx.x * THREADS + threadIdx.x, size = rows * outs;
-    if (at >= size) return;
-    float sum = partial[at];
-#pragma unroll
-    for (int other = 1; other < CLASSES; other++) sum = __fadd_rn(sum, partial[at + other * size]);
-    Ending{y, bias, addend, scale, outs}.store(at / outs, (int)(at % outs), sum);
 }
 
 // ---- weights ----

@@ -9,7 +9,7 @@ import numpy as np
 from .cases import FLOAT, Case, Workbench
 
 KINDS = {"int8": np.int8, "fp8": np.uint8}
-ROWS = (1, 8, 16, 64, 128, 256, 512)
+ROWS = (1, 8, 16, 32, 64, 256, 512)
 
 
 def quantized_cases(b: Workbench) -> Iterator[Case]:

@@ -20,7 +20,7 @@ MIB = 1 << 20
 WORKSPACE_BYTES = 32 * MIB  # WORKSPACE_BYTES in backend/cuda/cublas.py
 SLAB_BYTES = 32 * MIB  # SLAB_BYTES of the arena that captured steps take their memory from
 CHUNK_KEYS = 256  # a decode step keeps one partial result for so many keys
-PART_ROWS, PART_CLASSES = 256, 8  # MOST_ROWS of backend/cuda/quantized.py, CLASSES of kernels/quantized.cu
+CODED_ROWS = 16  # MOST_ROWS of backend/cuda/quantized.py
 HEAD_ROWS = 4096  # rows of logits at a time in training: chunk_rows of ops.lm_head_logprobs and lm_head_loss
 HEAD_CHUNKS = 1  # arrays of HEAD_ROWS x vocabulary that they hold at once: the logits become their gradient in place
 CHECK_ROWS = 1024  # rows at which the exactness check multiplies with a vocabulary's weight
@@ -311,8 +311,7 @@ def rollout_items(use: ModelUse, engine: EngineConfig, backend) -> list[Item]:
         phase = "rollout" if engine.enforce_eager else "always"
         items.append(Item("engine: decode step", step, phase))
         items.append(Item("engine: decode step, partial results of long rows", partials, phase))
-        items.append(Item("engine: decode step, sums of quantised products", _parts(use, engine, backend), phase))
-        one_phase = phase if rows > PART_ROWS else "rollout"
+        one_phase = phase if rows > CODED_ROWS else "rollout"
         items.append(Item("engine: one weight of 8 bits in the model's dtype", largest * dtype.itemsize, one_phase))
         if dtype.itemsize == 2 and engine.exact != "false":
             check = (config.vocab_size * (config.hidden_size + 2 * CHECK_ROWS)) * dtype.itemsize
@@ -333,12 +332,6 @@ def _quantized(use: ModelUse, engine: EngineConfig) -> tuple[int, int, int]:
         return 0, 0, 0
     numbers, channels, largest = quantized_sizes(Layer(use.config, backend_for("cpu"), "float16", 0))
     return use.config.num_hidden_layers * numbers, use.config.num_hidden_layers * channels, largest
-
-
-def _parts(use: ModelUse, engine: EngineConfig, backend) -> int:
-    """Bytes of the sums that a product with 8 bits makes before it adds them up (backend/cuda/quantized.py)."""
-    rows = min(backend.row_bucket(engine.max_num_seqs), PART_ROWS)
-    return 0 if engine.quantization is None else PART_CLASSES * rows * 2 * use.config.intermediate_size * 4
 
 
 def _forward_bytes(use: ModelUse, dtype) -> int:

@@ -162,11 +162,10 @@ def test_the_planner_counts_the_copies(kind):
     assert wide[0] - wide[1] == 4 * sum(q.size for q, _ in copies._copies.values())
 
 
-def test_a_card_holds_the_copies_the_sums_of_parts_and_one_wide_weight():
+def test_a_card_holds_the_copies_and_one_wide_weight():
     engine = EngineConfig(quantization="int8", max_num_seqs=64, max_model_len=1024)
     items = {item.name: item for item in plan_memory([ModelUse("model", SHAPE, "bfloat16")], engine, card()).items}
     width = SHAPE.intermediate_size
-    assert items["engine: decode step, sums of quantised products"].nbytes == 8 * 64 * 2 * width * 4
     assert items["engine: one weight of 8 bits in the model's dtype"].nbytes == 2 * width * SHAPE.hidden_size * 2
     assert items["engine: weights in 8 bits"].phase == "always"
 
@@ -174,6 +173,6 @@ def test_a_card_holds_the_copies_the_sums_of_parts_and_one_wide_weight():
 def test_the_planner_knows_the_kernels_limits():
     pytest.importorskip("cupy", reason="the launchers import it: pip install 'cukit[compile]'")
     from cukit.backend.cuda import quantized
-    from cukit.engine.shapes import PART_CLASSES, PART_ROWS
+    from cukit.engine.shapes import CODED_ROWS
 
-    assert (quantized.MOST_ROWS, quantized.CLASSES) == (PART_ROWS, PART_CLASSES)
+    assert quantized.MOST_ROWS == CODED_ROWS

@@ -11,10 +11,8 @@ from .device import empty
 from .linear import linear_forward
 from .loader import load
 
-THREADS, CLASSES = source_constant("quantized", "THREADS"), source_constant("quantized", "CLASSES")
-PART_WARPS = source_constant("quantized", "PART_WARPS")
-FEW_ROWS = 16  # one block reads its part of the weight for all of them
-MOST_ROWS = 256
+THREADS = source_constant("quantized", "THREADS")
+MOST_ROWS = 16  # one block reads its part of the weight for all of them
 MANY_OUTS = 4096  # from here on blocks of 32 outs are enough to keep a card busy
 
 
@@ -63,17 +61,9 @@ def quantized_linear_forward(x, q, scale, bias=None, addend=None):
     y = empty((rows, outs), x.dtype)
     if not y.size:
         return y
-    kernels = _kernels(x.dtype, q)
-    if rows <= FEW_ROWS:
-        tiles = 2 if outs >= MANY_OUTS else 1, -(-rows // 8)
-        kernels.quantized_few_rows(
-            -(-outs // (16 * tiles[0])), THREADS, y, x, q, scale, bias, addend, rows, ins, outs, *tiles
-        )
-        return y
-    tiles, partial = 4 if rows <= 32 else 8, empty((CLASSES, rows, outs), np.float32)
-    grid = -(-outs // (32 * PART_WARPS)), -(-rows // (8 * tiles)), CLASSES
-    kernels.quantized_parts(grid, 32 * PART_WARPS, partial, x, q, rows, ins, outs, tiles)
-    kernels.quantized_merge(-(-y.size // THREADS), THREADS, y, partial, scale, bias, addend, rows, outs)
+    tiles = 2 if outs >= MANY_OUTS else 1, -(-rows // 8)
+    grid = -(-outs // (16 * tiles[0]))
+    _kernels(x.dtype, q).quantized_few_rows(grid, THREADS, y, x, q, scale, bias, addend, rows, ins, outs, *tiles)
     return y
 
 
