@@ -239,8 +239,9 @@ class EngineCore:
             self._end_rows(self.rows.advance(*decoded), *decoded)
         for span in step.spans:
             self.scheduler.computed(span.sequence, span.count)
-        for span, tokens, logprobs in drawn:
-            self._end_prompt(span.sequence, tokens, logprobs)
+        leaders = [self._end_prompt(span.sequence, tokens, logprobs) for span, tokens, logprobs in drawn]
+        if going := [leader for leader in leaders if leader is not None]:
+            self.scheduler.enter_rows(*going)
         self._count(step)
 
     def _end_rows(self, found: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray) -> None:
@@ -253,11 +254,14 @@ class EngineCore:
             else:
                 rows.drop_newest(seq)
                 seq.finish("error")
-            if seq.finish_reason is not None:
-                self._retire(seq)
+        ended = [seq for seq, *_ in looked_at if seq.finish_reason is not None]
+        if ended:
+            self._retire(*ended)
 
-    def _end_prompt(self, leader: Sequence, tokens: np.ndarray, logprobs: np.ndarray) -> None:
-        """A computed prompt gets its first token, and its other samples come into being with theirs."""
+    def _end_prompt(self, leader: Sequence, tokens: np.ndarray, logprobs: np.ndarray) -> Sequence | None:
+        """A computed prompt gets its first token, and its other samples come into being with theirs. Returns the
+        leader, for a row, if it goes on.
+        """
         samples = self.scheduler.end_prompt(leader)
         for seq, token, logprob in zip(samples, tokens, logprobs, strict=True):
             if isfinite(logprob):
@@ -268,10 +272,9 @@ class EngineCore:
         for seq in samples:
             if seq.finish_reason is not None:
                 self._retire(seq)
-            elif seq is leader:
-                self.scheduler.enter_row(seq)
-            else:
+            elif seq is not leader:
                 self.scheduler.add(seq)
+        return leader if leader.finish_reason is None else None
 
     def _end_aborted(self) -> None:
         while self._aborted:
@@ -283,14 +286,15 @@ class EngineCore:
                     seq.finish("abort")
                     self._retire(seq)
 
-    def _retire(self, seq: Sequence) -> None:
-        """A finished sequence leaves; only then does its request count it, since another thread may read it then."""
-        self.scheduler.remove(seq)
-        if self.tokenizer is not None:
-            seq.shown_text(self.tokenizer)  # now, since the device may be computing the next step
-        seq.request.num_finished += 1
-        if seq.request.finished:
-            self.requests.pop(seq.request.request_id, None)
+    def _retire(self, *sequences: Sequence) -> None:
+        """Finished sequences leave; only then do their requests count them, since another thread may read them then."""
+        self.scheduler.remove(*sequences)
+        for seq in sequences:
+            if self.tokenizer is not None:
+                seq.shown_text(self.tokenizer)  # now, since the device may be computing the next step
+            seq.request.num_finished += 1
+            if seq.request.finished:
+                self.requests.pop(seq.request.request_id, None)
 
     def _restart(self) -> None:
         """After an interrupted step: unfinished requests keep their tokens and compute their KV anew. Steps in flight

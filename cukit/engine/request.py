@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..tokenizer import Tokenizer, text_after
+from ..tokenizer import Context, Tokenizer, context_of, text_after
 from .config import SamplingParams
 from .text import CompletionText, StopTexts
 
@@ -43,6 +43,7 @@ class Request:
     sequences: list[Sequence] = field(default_factory=list)
     num_finished: int = 0  # samples that have finished and left the engine
     num_cached_tokens: int = 0  # prompt tokens that had their KV at the first admission
+    context: Context | None = None  # of the prompt, behind which the texts of its samples are decoded; once it is known
 
     @property
     def finished(self) -> bool:
@@ -149,12 +150,13 @@ class Sequence:
 
     def shown_text(self, tokenizer: Tokenizer) -> str:
         """The text of a finished sample: without special tokens, cut before what stopped it."""
+        if self.shown is None and self.text is not None:
+            self.shown = self.text.text
         if self.shown is None:
-            ids = self.completion_ids  # a stop token is no part of the text, special or not
-            ids = ids[:-1] if self.finish_reason == "stop" else ids
-            self.shown = (
-                self.text.text if self.text is not None else text_after(tokenizer, self.request.prompt_ids, ids)
-            )
+            request, ids = self.request, self.completion_ids.tolist()
+            ids = ids[:-1] if self.finish_reason == "stop" else ids  # a stop token is no part of it, special or not
+            request.context = request.context or context_of(tokenizer, request.prompt_ids)
+            self.shown = text_after(tokenizer, request.prompt_ids, ids, context=request.context)
         return self.shown
 
     @property
@@ -173,8 +175,9 @@ class Sequence:
 
     def append(self, token: int | np.integer, logprob: np.floating) -> None:
         """Add a drawn token to a sequence without a row."""
-        self.ids = np.append(self.ids, np.int32(token))
-        self.drawn = np.append(self.drawn.astype(np.asarray(logprob).dtype, copy=False), logprob)
+        self.ids = np.concatenate([self.ids, np.array([token], np.int32)])
+        drawn = np.array([logprob])
+        self.drawn = np.concatenate([self.drawn.astype(drawn.dtype, copy=False), drawn])
 
     def look_for_end(self, token: int) -> None:
         """Finish the sequence if its newest token ends it: by a stop id, then a stop string, then the length."""

@@ -83,49 +83,59 @@ class Rows:
 
     # ---- coming and going ----
 
-    def enter(self, seq: Sequence) -> None:
-        """Give a sequence with a drawn token at its end the next row."""
-        row, length, params = self.count, len(seq.ids), seq.request.params
-        self.count += 1
-        self.sequences.append(seq)
-        seq.rows, seq.row = self, row
-        self._history[row, :length] = seq.ids
-        self._drawn[row, seq.prompt_length : length] = seq.drawn
-        host = self.host
-        host.tokens[row], host.positions[row] = seq.ids[-1], length - 1
-        host.context_lens[row] = host.draw_positions[row] = self._lengths[row] = length
-        host.sources[row] = -1
-        host.seeds[row], host.owners[row] = seq.seed, number_of(seq.request.adapter)
-        self._count_adapter(seq.request.adapter, 1)
+    def enter(self, *entering: Sequence) -> None:
+        """Give sequences with a drawn token at their ends the next rows."""
+        first, host = self.count, self.host
+        rows = slice(first, first + len(entering))
+        self.count = rows.stop
+        self.sequences += entering
+        for row, seq in enumerate(entering, first):
+            length, params = len(seq.ids), seq.request.params
+            self._history[row, :length] = seq.ids
+            self._drawn[row, seq.prompt_length : length] = seq.drawn
+            index, offset = divmod(length - 1, self._block_size)
+            if index < len(seq.block_table):  # else give_blocks() comes before the next step
+                host.slot_mapping[row] = seq.block_table[index] * self._block_size + offset
+            self._set_stop_ids(row, sorted(seq.request.stop_ids))
+            self._set_seen(row, seq.ids, params.repetition_penalty != 1)
+            self._count_kinds(params, 1)
+            self._count_adapter(seq.request.adapter, 1)
+            self._stale[seq] = 0
+        requests = [seq.request for seq in entering]
+        settings = [request.params for request in requests]
+        host.tokens[rows] = [seq.ids[-1] for seq in entering]
+        self._lengths[rows] = [len(seq.ids) for seq in entering]
+        host.positions[rows] = self._lengths[rows] - 1
+        host.context_lens[rows] = host.draw_positions[rows] = self._lengths[rows]
+        host.sources[rows] = -1
+        host.seeds[rows] = [seq.seed for seq in entering]
+        host.owners[rows] = [number_of(request.adapter) for request in requests]
         for name in SAMPLING:
-            getattr(host, name)[row] = getattr(params, name)
-        index, offset = divmod(length - 1, self._block_size)
-        if index < len(seq.block_table):  # else give_blocks() comes before the next step
-            host.slot_mapping[row] = seq.block_table[index] * self._block_size + offset
-        self._room[row] = len(seq.block_table) * self._block_size
-        self._limits[row], self._min_lengths[row] = seq.request.limit, seq.prompt_length + params.min_tokens
-        self._penalty[row], self._watched[row] = params.repetition_penalty, seq.text is not None
-        self._set_stop_ids(row, sorted(seq.request.stop_ids))
-        self._count_kinds(params, 1)
-        self._set_seen(row, seq.ids, params.repetition_penalty != 1)
-        self._stale[seq] = 0
+            getattr(host, name)[rows] = [getattr(params, name) for params in settings]
+        self._room[rows] = [len(seq.block_table) * self._block_size for seq in entering]
+        self._limits[rows] = [request.limit for request in requests]
+        self._min_lengths[rows] = [seq.prompt_length + seq.request.params.min_tokens for seq in entering]
+        self._penalty[rows] = [params.repetition_penalty for params in settings]
+        self._watched[rows] = [seq.text is not None for seq in entering]
+        for row, seq in enumerate(entering, first):  # last, since from now on its tokens are those of the row
+            seq.row, seq.rows = row, self
 
-    def leave(self, seq: Sequence) -> None:
-        """Take a sequence out, with its tokens; the last row moves into its place."""
-        row, last, length = seq.row, self.count - 1, seq.length
-        seq.ids = self._history[row, :length].copy()
-        seq.drawn = self._drawn[row, seq.prompt_length : length].copy()
-        seq.num_computed = length - 1
-        seq.rows, seq.row = None, -1
-        self._stale.pop(seq, None)
-        self._count_kinds(seq.request.params, -1)
-        self._count_adapter(seq.request.adapter, -1)
-        if row < last:
-            self._move(last, row)
-        self.sequences.pop()
-        self.count = last
-        for name in FIELDS:
-            getattr(self.host, name)[last] = UNUSED.get(name, 0)
+    def leave(self, *leaving: Sequence) -> None:
+        """Take sequences out, with their tokens, as if one after the other: each time the last row moves up."""
+        staying, before = self.sequences.copy(), self.count
+        moved: dict[Sequence, int] = {}  # -> its new row
+        for seq in leaving:
+            place, last = moved.pop(seq, seq.row), staying.pop()
+            if last is not seq:
+                staying[place], moved[last] = last, place
+        for seq in leaving:
+            self._give_tokens(seq)
+            self._count_kinds(seq.request.params, -1)
+            self._count_adapter(seq.request.adapter, -1)
+        if moved:
+            self._move(moved)
+        self.sequences, self.count = staying, len(staying)
+        self._empty(slice(self.count, before))
 
     def drop_newest(self, seq: Sequence) -> None:
         """Forget the token that was drawn last; the sequence leaves after this."""
@@ -133,30 +143,52 @@ class Rows:
 
     def clear(self) -> None:
         """Take all out, after an interrupted step."""
-        while self.sequences:
-            self.count = len(self.sequences)
-            self.leave(self.sequences[-1])
+        for seq in self.sequences:
+            if seq.rows is self:  # else the interrupt came while it entered or left, and it has its tokens
+                self._give_tokens(seq)
+            seq.row = -1
+        self.sequences, self.count = [], 0
+        self._empty(slice(None))
+        self._stale.clear()
+        self._adapters.clear()
+        self.adapters = ()
         self._num_penalised = self._num_delayed = 0
 
-    def _move(self, source: int, target: int) -> None:
-        seq = self.sequences[target] = self.sequences[source]
-        length = seq.length
-        self._history[target, :length] = self._history[source, :length]
-        self._drawn[target, seq.prompt_length : length] = self._drawn[source, seq.prompt_length : length]
+    def _give_tokens(self, seq: Sequence) -> None:
+        """Back to a sequence that leaves."""
+        row, length = seq.row, seq.length
+        seq.ids = self._history[row, :length].copy()
+        seq.drawn = self._drawn[row, seq.prompt_length : length].copy()
+        seq.num_computed = length - 1
+        seq.rows, seq.row = None, -1
+        self._stale.pop(seq, None)
+
+    def _empty(self, rows: slice) -> None:
+        for name in FIELDS:
+            getattr(self.host, name)[rows] = UNUSED.get(name, 0)
+
+    def _move(self, places: dict[Sequence, int]) -> None:
+        """Each sequence to its new place, which is one of a row that has left."""
+        sources, targets = np.array([seq.row for seq in places]), np.array([*places.values()])
+        longest = int(self._lengths[sources].max())
         own = [self._lengths, self._room, self._limits, self._min_lengths, self._penalty, self._watched, self._stop_ids]
-        for values in [*vars(self.host).values(), *own, *([] if self._seen is None else [self._seen])]:
-            values[target] = values[source]
-        seq.row = target
-        self._stale[seq] = 0
+        tokens = [self._history[:, :longest], self._drawn[:, :longest]]
+        for values in [*vars(self.host).values(), *own, *tokens, *([] if self._seen is None else [self._seen])]:
+            values[targets] = values[sources]
+        for seq, place in places.items():
+            seq.row = place
+            self._stale[seq] = 0
 
     def _count_kinds(self, params, change: int) -> None:
         self._num_penalised += change * (params.repetition_penalty != 1)
         self._num_delayed += change * (params.min_tokens > 0)
 
     def _count_adapter(self, adapter: Any, change: int) -> None:
-        self._adapters[adapter] += change
+        before, self._adapters[adapter] = self._adapters[adapter], self._adapters[adapter] + change
         if self._adapters[adapter] == 0:
             del self._adapters[adapter]
+        elif before:
+            return
         self.adapters = tuple(sorted(self._adapters, key=number_of))
 
     def _set_stop_ids(self, row: int, stop_ids: list[int]) -> None:

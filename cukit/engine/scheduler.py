@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from bisect import insort
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 from .adapters import cache_key
 from .blocks import BlockManager
@@ -55,7 +56,10 @@ class Scheduler:
 
     def add(self, seq: Sequence) -> None:
         """Queue a sequence; a fork brings the blocks that it shares, a continuation those that it took over."""
-        insort(self.waiting, seq, key=_order)
+        if not self.waiting or _order(self.waiting[-1]) < _order(seq):
+            self.waiting.append(seq)
+        else:
+            insort(self.waiting, seq, key=_order)
 
     def schedule(self) -> Step:
         step = Step()
@@ -104,18 +108,18 @@ class Scheduler:
             self.blocks.share(fork.block_table)
         return [seq, *forks]
 
-    def enter_row(self, seq: Sequence) -> None:
-        self.rows.enter(seq)
-        if seq.may_share_tail:
-            self._sharing.append(seq)
+    def enter_rows(self, *sequences: Sequence) -> None:
+        self.rows.enter(*sequences)
+        self._sharing += [seq for seq in sequences if seq.may_share_tail]
 
-    def remove(self, seq: Sequence) -> None:
-        """Take a finished sequence out, wherever it is."""
-        self._take_out(seq)
-        if seq.request.keeps_cache and seq.finish_reason in ("stop", "length"):
-            self.held.append(seq)
-        else:
-            self._release(seq)
+    def remove(self, *sequences: Sequence) -> None:
+        """Take finished sequences out, wherever they are."""
+        self._take_out(*sequences)
+        for seq in sequences:
+            if seq.request.keeps_cache and seq.finish_reason in ("stop", "length"):
+                self.held.append(seq)
+            else:
+                self._release(seq)
 
     def hand_over(self, old: Sequence, new: Sequence) -> None:
         """`new`, which begins with all of `old`'s tokens, goes on with old's KV, if that is still there."""
@@ -159,8 +163,12 @@ class Scheduler:
 
     def _admit_ready(self) -> None:
         """Sequences that wait with their KV in place need only a row."""
-        while self.waiting and self.waiting[0].is_ready and self._num_running < self.rows.capacity:
-            self.enter_row(self.waiting.pop(0))
+        if not self.waiting or not self.waiting[0].is_ready:
+            return
+        room = max(self.rows.capacity - self._num_running, 0)
+        ready = list(takewhile(lambda seq: seq.is_ready, self.waiting[:room]))
+        del self.waiting[: len(ready)]
+        self.enter_rows(*ready)
 
     def _has_adapter(self, seq: Sequence) -> bool:
         """Whether the sequence's adapter may be on the device beside those of all that run. A sequence that is ready
@@ -289,18 +297,20 @@ class Scheduler:
             self.add(seq)
         self._release(seq)
 
-    def _take_out(self, seq: Sequence) -> None:
-        """Out of its row or list; the blocks that it computed are offered to the prefix cache."""
-        if seq.row >= 0:
-            self.rows.leave(seq)
+    def _take_out(self, *sequences: Sequence) -> None:
+        """Out of their rows or lists; the blocks that they computed are offered to the prefix cache."""
+        in_rows, others = ([seq for seq in sequences if (seq.row >= 0) == wanted] for wanted in (True, False))
+        for seq in others:
+            for place in (self.prompts, self.waiting):
+                if seq in place:
+                    place.remove(seq)
+        if in_rows:
+            self.rows.leave(*in_rows)
+        for seq in in_rows:
             if seq.finish_reason != "error":
                 self._register(seq)
             if seq in self._sharing:
                 self._sharing.remove(seq)
-        else:
-            for place in (self.prompts, self.waiting):
-                if seq in place:
-                    place.remove(seq)
 
     def _register(self, seq: Sequence) -> None:
         whole = seq.num_computed // self.blocks.block_size

@@ -203,10 +203,10 @@ def _checked(value: Any, name: str, index: int, completions: Sequence, where: st
         return None
     if isinstance(value, np.ndarray) and value.ndim == 0:
         value = value.item()
-    where = f" (completion: {_shown(completions[index])}){where}"
     if not isinstance(value, (Real, np.number, np.bool_)) or isinstance(value, np.complexfloating):
         raise ValueError(
-            f"reward {name!r}: value {index} must be a number or None, got {type(value).__name__} {value!r:.60}{where}"
+            f"reward {name!r}: value {index} must be a number or None, got {type(value).__name__} {value!r:.60}"
+            f" (completion: {_shown(completions[index])}){where}"
         )
     try:
         number = float(value)
@@ -214,6 +214,7 @@ def _checked(value: Any, name: str, index: int, completions: Sequence, where: st
         number = math.inf
     if not math.isfinite(number):
         raise ValueError(
-            f"reward {name!r}: value {index} is {number}; return None where the reward does not apply{where}"
+            f"reward {name!r}: value {index} is {number}; return None where the reward does not apply"
+            f" (completion: {_shown(completions[index])}){where}"
         )
     return number

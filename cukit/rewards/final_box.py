@@ -1,10 +1,11 @@
 r"""The reward for problems with a formula as their answer, written in \boxed{...} (MATH's form)."""
 
+import functools
 import re
 from collections.abc import Sequence
 
-from .answer import last_boxed, read, same_answer
-from .columns import Column, Completion, completion_text, gold_texts, score
+from .answer import NUM_READ, last_boxed, read, same_answer
+from .columns import Column, Completion, completion_text, gold_texts
 from .final_number import MARKER
 
 NO_ANSWER = {"n/a", "none", "null", "nan", "unknown"}
@@ -26,11 +27,7 @@ def boxed(
     A gold text that holds a box itself (MATH's solutions) stands for what is in it. Another gold must be an answer by
     itself: None for one that can not be read, or that reasons its way to an answer it does not box.
     """
-    scores = []
-    for completion, texts in zip(completions, gold_texts(len(completions), answer, solution, "boxed"), strict=True):
-        golds = [gold for text in texts if (gold := _gold(text)) is not None]
-        scores.append(score(completion, golds, _is_right))
-    return scores
+    return [score for score, _ in _scores_and_boxes(completions, answer, solution)]
 
 
 def boxed_partial(
@@ -45,18 +42,24 @@ def boxed_partial(
 
     The reward of the Dr. GRPO recipe (Liu et al. 2025): what is sought, and a little for its form.
     """
-    scores = boxed(completions, answer, solution)
-    return [
-        float(partial) if score == 0 and last_boxed(completion_text(completion)) is not None else score
-        for completion, score in zip(completions, scores, strict=True)
-    ]
+    found = _scores_and_boxes(completions, answer, solution)
+    return [float(partial) if score == 0 and box is not None else score for score, box in found]
 
 
-def _is_right(text: str, gold: str) -> bool:
-    given = last_boxed(text)
-    return given is not None and same_answer(given, gold)
+def _scores_and_boxes(
+    completions: Sequence[Completion], answer: Column, solution: Column
+) -> list[tuple[float | None, str | None]]:
+    """For each completion 1.0 or 0.0, None without a right answer to compare with; and what its last box holds."""
+    found = []
+    for completion, texts in zip(completions, gold_texts(len(completions), answer, solution, "boxed"), strict=True):
+        golds = [gold for text in texts if (gold := _gold(text)) is not None]
+        box = last_boxed(completion_text(completion))
+        is_right = box is not None and any(same_answer(box, gold) for gold in golds)
+        found.append((float(is_right) if golds else None, box))
+    return found
 
 
+@functools.lru_cache(NUM_READ)
 def _gold(text: str) -> str | None:
     box = last_boxed(text)
     if box is None and ("\\boxed" in text or "\\fbox" in text or MARKER in text or _is_solution(text)):

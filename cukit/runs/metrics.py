@@ -21,6 +21,11 @@ logger = logging.getLogger(__name__)
 
 def plain_value(value):
     """A value as JSON can hold it: NumPy scalars and arrays become Python's, NaN and infinity become None."""
+    kind = type(value)
+    if kind is float:
+        return value if math.isfinite(value) else None
+    if kind is str or kind is int or kind is bool:
+        return value
     if isinstance(value, dict):
         return {str(key): plain_value(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

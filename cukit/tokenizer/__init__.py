@@ -3,7 +3,7 @@
 The folder is untrusted: only files with fixed names are read, and a template can reach neither files nor attributes.
 """
 
-from .streaming import IncrementalDecoder, text_after
+from .streaming import Context, IncrementalDecoder, context_of, text_after
 from .tokenizer import TOKENIZER_FILES, Tokenizer
 
-__all__ = ["TOKENIZER_FILES", "IncrementalDecoder", "Tokenizer", "text_after"]
+__all__ = ["TOKENIZER_FILES", "Context", "IncrementalDecoder", "Tokenizer", "context_of", "text_after"]

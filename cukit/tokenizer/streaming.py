@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 # A UTF-8 character has at most 4 bytes, so at most 3 replacement characters at the end of a text may still become one.
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 MAX_PENDING = 3
+Context = tuple[list[int], int]
 CONTEXT_TOKENS = 8  # decoders may treat the first id of a text specially, so a completion is decoded behind some others
 
 
@@ -30,7 +31,7 @@ class IncrementalDecoder:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
         # Only a short window is decoded again: the ids of the last piece given out and those after it.
-        self._window, self._printed = _context(tokenizer, prompt_ids, skip_special_tokens)
+        self._window, self._printed = context_of(tokenizer, prompt_ids, skip_special_tokens)
         self._piece_start = len(self._window)
 
     def push(self, token_id: int) -> str:
@@ -81,15 +82,18 @@ def text_after(
     prompt_ids: "Sequence[int] | np.ndarray",
     ids: Iterable[int],
     skip_special_tokens: bool = True,
+    context: Context | None = None,
 ) -> str:
-    """The text that `ids` add to a prompt: what IncrementalDecoder gives piece by piece."""
-    context, printed = _context(tokenizer, prompt_ids, skip_special_tokens)
-    return tokenizer.decode([*context, *ids], skip_special_tokens)[printed:]
+    """The text that `ids` add to a prompt: what IncrementalDecoder gives piece by piece. context: context_of() the
+    prompt, where that is known.
+    """
+    before, printed = context or context_of(tokenizer, prompt_ids, skip_special_tokens)
+    return tokenizer.decode([*before, *ids], skip_special_tokens)[printed:]
 
 
-def _context(
-    tokenizer: "Tokenizer", prompt_ids: "Sequence[int] | np.ndarray", skip_special_tokens: bool
-) -> tuple[list[int], int]:
+def context_of(
+    tokenizer: "Tokenizer", prompt_ids: "Sequence[int] | np.ndarray", skip_special_tokens: bool = True
+) -> Context:
     """(the last ids of the prompt that show anything, back to before its last byte run; characters that are certain)"""
     context: list[int] = []
     for token_id in reversed(prompt_ids):

@@ -137,7 +137,8 @@ class Tokenizer:
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """Text of `ids`; ids the tokenizer does not have give no text, halves of characters give U+FFFD."""
-        known = [int(token) for token in ids if 0 <= token < self.vocab_size]
+        size = self.vocab_size
+        known = [token for token in ids if 0 <= token < size]
         return self._backend.decode(known, skip_special_tokens=skip_special_tokens)
 
     def text_of(self, token_id: int) -> str:

@@ -76,8 +76,10 @@ class Samples:
     @property
     def failed(self) -> np.ndarray:
         """(rows,) bool: ended because the model's numbers were not finite."""
-        finite = np.fromiter((np.isfinite(values).all() for values in self.logprobs), bool, len(self))
-        return np.array([reason == "error" for reason in self.finish_reasons], bool) | ~finite
+        found = np.array([reason == "error" for reason in self.finish_reasons], bool)
+        lengths, values = list(map(len, self.logprobs)), np.concatenate([*self.logprobs, np.zeros(0, np.float32)])
+        found[np.repeat(np.arange(len(self)), lengths)[~np.isfinite(values)]] = True
+        return found
 
     def rows(self, chosen) -> Samples:
         """Those of the given places only."""

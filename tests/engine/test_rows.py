@@ -123,3 +123,65 @@ def test_settings_of_the_draw_move_with_their_row():
     assert not rows.draw_plainly
     rows.advance(np.array([1], np.int32), np.zeros(1, np.float32))
     assert rows.draw_plainly  # three tokens: the ban is over
+
+
+def contents(rows):
+    """What the rows in use are, and what a step reads of all rows."""
+    of_rows = [
+        (seq.request.request_id, seq.row, seq.token_ids.tolist(), seq.logprobs.tolist()) for seq in rows.sequences
+    ]
+    rows.upload()
+    settings = [None if x is None else x.tolist() for x in rows.draw_settings()] if rows.count else []
+    own = [getattr(rows, name)[: rows.count].tolist() for name in ("_room", "_limits", "_min_lengths", "_watched")]
+    assert rows.block_tables[: rows.count].tolist() == [seq.block_table for seq in rows.sequences]
+    return of_rows, settings, own, {name: getattr(rows.host, name).tolist() for name in FIELDS}
+
+
+def test_rows_that_come_and_leave_together_are_as_one_after_the_other():
+    rng = np.random.default_rng(0)
+    for _ in range(40):
+        count = int(rng.integers(1, 13))
+        shapes = [(int(length), int(rng.integers(1, length))) for length in rng.integers(2, 19, count)]
+        kinds = [{}, {"repetition_penalty": 1.5}, {"min_tokens": 9, "stop_token_ids": [7, 8]}]
+        chosen, leaving = rng.integers(0, 3, count), rng.permutation(count)[: rng.integers(0, count + 1)].tolist()
+        found = []
+        for together in (True, False):
+            rows = Rows(backend, np.float32, 13, 20, 4, 2000)
+            sequences = [
+                sequence(number, *shape, list(range(5 * number, 5 * number + 5)), **kinds[kind])
+                for number, (shape, kind) in enumerate(zip(shapes, chosen, strict=True))
+            ]
+            if together:
+                rows.enter(*sequences)
+                rows.upload()
+                rows.leave(*(sequences[place] for place in leaving))
+            else:
+                for seq in sequences:
+                    rows.enter(seq)
+                rows.upload()
+                for place in leaving:
+                    rows.leave(sequences[place])
+            left = [(sequences[place].row, sequences[place].token_ids.tolist()) for place in leaving]
+            assert [seq.row for seq in rows.sequences] == list(range(rows.count)) == list(range(count - len(leaving)))
+            found.append((contents(rows), left, [seq.token_ids.tolist() for seq in sequences]))
+        assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("part", ["_set_seen", "_move", "_empty"])
+def test_an_interrupt_while_rows_come_or_leave_loses_no_token(part, monkeypatch):
+    rows, found = make_rows(), [sequence(number, 5 + number, 2, [number]) for number in range(5)]
+    expected = [(seq.token_ids.tolist(), seq.logprobs.tolist()) for seq in found]
+    rows.enter(*found[:3])
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(rows, part, interrupt)
+        rows.enter(*found[3:])
+        rows.leave(found[0], found[2])
+    rows.clear()
+    assert [(seq.token_ids.tolist(), seq.logprobs.tolist()) for seq in found] == expected
+    assert [seq.row for seq in found] == [-1] * 5 and not rows.adapters and not rows.host.context_lens.any()
+    rows.enter(*found)
+    assert [(seq.token_ids.tolist(), seq.logprobs.tolist()) for seq in found] == expected and rows.draw_plainly
