@@ -97,9 +97,9 @@ __device__ __forceinline__ void load_pairs(unsigned (&pairs)[8], const SCALAR* x
 
 #endif
 
-// A warp's sums of 16 * OUTS outs and the 8 * ROWS rows of x, of one class of slices: sums[m][n] is C of mma.m16n8k16 with
-// outs as its rows. A thread of four has 16 neighbours of I of its two outs and of its row of x, 4 of them in each mma:
-// which k an instruction calls them does not matter, as long as both operands agree.
+// A warp's sums of 16 * OUTS outs and up to 8 * ROWS rows of x, of one class of slices: sums[m][n] is C of
+// mma.m16n8k16 with outs as its rows. A thread of four has 16 neighbours of I of its two outs and of its row of x, 4 of
+// them in each mma: which k an instruction calls them does not matter, as long as both operands agree.
 template <int OUTS, int ROWS> struct Sums {
     static constexpr int AHEAD = OUTS == 1 ? 4 : 2;  // slices of Q under way
     float sums[OUTS][ROWS][4];
