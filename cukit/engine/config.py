@@ -76,11 +76,14 @@ class EngineConfig(Options):
     )
     quantization: str | None = option(
         None,
-        "weights of linear layers in 8 bits, of the engine alone: int8 or fp8; default: the model's own",
+        "weights of linear layers in 8 bits, of the engine alone: int8 or fp8; faster for up to 16 sequences at once; "
+        "default: the model's own",
         QUANTIZATIONS,
     )
     kv_cache_dtype: str = option(
-        "auto", "numbers of the KV cache: auto: the model's dtype; fp8: E4M3, half the bytes", ("auto", "fp8")
+        "auto",
+        "numbers of the KV cache: auto: the model's dtype; fp8: E4M3, half the bytes, and slower",
+        ("auto", "fp8"),
     )
     enable_prefix_caching: bool = option(True, "share the KV cache of equal prompt beginnings")
     seed: int = option(0, "seed of requests that bring none")
