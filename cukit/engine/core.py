@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from math import isfinite
 from operator import index
-from typing import Any, TypeGuard
+from typing import Any
 
 import numpy as np
 
@@ -23,7 +23,7 @@ from ..models.decoder import Decoder
 from ..tokenizer import Tokenizer
 from .adapters import RequestAdapters
 from .blocks import BlockManager
-from .calls import Prompt
+from .calls import Prompt, is_int_array
 from .config import EngineConfig, SamplingParams
 from .copies import Results
 from .memory import planned
@@ -148,7 +148,7 @@ class EngineCore:
 
     def release(self, owner: Request | Sequence) -> None:
         """Give back the KV that a finished sample of a request with keeps_cache keeps, or that all of them keep."""
-        with self.paused():
+        with self.paused(), self._kept_whole():
             self.scheduler.drop_held(owner)
 
     # ---- steps ----
@@ -160,14 +160,19 @@ class EngineCore:
                 turns = self._num_turns
                 self._turn.wait_for(lambda: self._num_turns != turns)
                 return
-        with self.paused():
-            try:
-                self._take_in()
-                if self.scheduler.has_work:
-                    self._compute()
-            except BaseException:  # also an interrupt: the engine must stay usable for all other requests
-                self._restart()
-                raise
+        with self.paused(), self._kept_whole():
+            self._take_in()
+            if self.scheduler.has_work:
+                self._compute()
+
+    @contextmanager
+    def _kept_whole(self) -> Iterator[None]:
+        """Also after an interrupt inside, the engine must stay usable for all other requests."""
+        try:
+            yield
+        except BaseException:
+            self._restart()
+            raise
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -189,11 +194,13 @@ class EngineCore:
             yield
         finally:
             if self._stepper == me:
-                self._end_aborted()
-                with self._turn:
-                    self._stepper = None
-                    self._num_turns += 1
-                    self._turn.notify_all()
+                try:
+                    self._end_aborted()
+                finally:
+                    with self._turn:
+                        self._stepper = None
+                        self._num_turns += 1
+                        self._turn.notify_all()
 
     def _take_in(self) -> None:
         while self._added:
@@ -254,8 +261,7 @@ class EngineCore:
             else:
                 rows.drop_newest(seq)
                 seq.finish("error")
-        ended = [seq for seq, *_ in looked_at if seq.finish_reason is not None]
-        if ended:
+        if ended := [seq for seq, *_ in looked_at if seq.finish_reason is not None]:
             self._retire(*ended)
 
     def _end_prompt(self, leader: Sequence, tokens: np.ndarray, logprobs: np.ndarray) -> Sequence | None:
@@ -278,13 +284,14 @@ class EngineCore:
 
     def _end_aborted(self) -> None:
         while self._aborted:
-            request = self._aborted.popleft()
-            while request.num_missing:
-                request.new_sequence()
-            for seq in request.sequences:
-                if seq.finish_reason is None:
+            with self._kept_whole():
+                request = self._aborted[0]  # until all is done: after an interrupt the next turn goes on with it
+                while request.num_missing:
+                    request.new_sequence()
+                for seq in [seq for seq in request.sequences if seq.finish_reason is None]:
                     seq.finish("abort")
                     self._retire(seq)
+                self._aborted.popleft()
 
     def _retire(self, *sequences: Sequence) -> None:
         """Finished sequences leave; only then do their requests count them, since another thread may read them then."""
@@ -381,7 +388,7 @@ class EngineCore:
     def check_ids(self, ids: Iterable[int], what: str) -> np.ndarray:
         """ids as a new int32 array, or ValueError if it is empty or holds something else than ids of the model."""
         try:
-            ids = ids.tolist() if _is_int_array(ids) else [index(token) for token in ids]
+            ids = ids.tolist() if is_int_array(ids) else [index(token) for token in ids]
         except TypeError:
             raise ValueError(f"{what} must be text or a list of token ids, got {ids!r:.60}") from None
         if not ids:
@@ -391,7 +398,3 @@ class EngineCore:
             wrong = next(token for token in ids if not 0 <= token < vocab_size)
             raise ValueError(f"{what} has the token id {wrong}: the model's vocabulary goes from 0 to {vocab_size - 1}")
         return np.array(ids, np.int32)
-
-
-def _is_int_array(ids: object) -> TypeGuard[np.ndarray]:
-    return isinstance(ids, np.ndarray) and ids.ndim == 1 and ids.dtype.kind in "iu"
