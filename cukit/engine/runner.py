@@ -58,6 +58,11 @@ class ModelRunner:
     def is_awake(self) -> bool:
         return self._memory.resident
 
+    def _require_awake(self) -> None:
+        """A stream may have been made, or a thread may have come, before the engine was put to sleep."""
+        if not self.is_awake:
+            raise ValueError("the engine sleeps: call wake_up() first")
+
     def weights_changed(self) -> None:
         """Forget copies of the weights."""
         self._wide = None
@@ -77,6 +82,7 @@ class ModelRunner:
         Returns (tokens, logprobs) of the rows, (num_rows,) on the host, None without rows; and (span, tokens, logprobs)
         for each span that draws.
         """
+        self._require_awake()
         flight = self.launch(step) if step.num_rows else None
         if flight is None:
             self._copy_blocks(step)
@@ -94,6 +100,7 @@ class ModelRunner:
         device keeps until the next launch, and the host until the one after that. before: the results of the step in
         flight, which draws the newest tokens.
         """
+        self._require_awake()
         self._copy_blocks(step)
         rows = self.rows
         self.load_adapters(rows.adapters)
