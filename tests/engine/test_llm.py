@@ -318,18 +318,6 @@ def test_score_edges():
     assert not np.allclose(cold, llm.score([[4, 5, 6]])[0])
 
 
-def test_a_stream_that_begins_after_sleep_reads_no_cache():
-    llm = tiny_llm()
-    expected = llm.generate([[4, 5, 6]], GREEDY)[0].outputs[0].token_ids
-    stream = llm.generate([[4, 5, 6]], GREEDY, stream=True)
-    llm.sleep()
-    with pytest.raises(ValueError, match="the engine sleeps: call wake_up"):
-        next(stream)
-    assert not llm.core.requests
-    llm.wake_up()
-    assert llm.generate([[4, 5, 6]], GREEDY)[0].outputs[0].token_ids == expected
-
-
 def test_no_prompts():
     assert tiny_llm().generate([], GREEDY) == []
     assert list(tiny_llm().generate([], GREEDY, stream=True)) == []
