@@ -10,7 +10,7 @@ import itertools
 import random
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import isfinite
@@ -148,8 +148,8 @@ class EngineCore:
 
     def release(self, owner: Request | Sequence) -> None:
         """Give back the KV that a finished sample of a request with keeps_cache keeps, or that all of them keep."""
-        with self.paused(), self._kept_whole():
-            self.scheduler.drop_held(owner)
+        with self.paused():
+            self._kept_whole(self.scheduler.drop_held, owner)
 
     # ---- steps ----
 
@@ -160,16 +160,13 @@ class EngineCore:
                 turns = self._num_turns
                 self._turn.wait_for(lambda: self._num_turns != turns)
                 return
-        with self.paused(), self._kept_whole():
-            self._take_in()
-            if self.scheduler.has_work:
-                self._compute()
+        with self.paused():
+            self._kept_whole(self._advance)
 
-    @contextmanager
-    def _kept_whole(self) -> Iterator[None]:
-        """Also after an interrupt inside, the engine must stay usable for all other requests."""
+    def _kept_whole(self, work: Callable[..., None], *arguments: Any) -> None:
+        """Also after an interrupt in its work the engine must stay usable for all other requests."""
         try:
-            yield
+            work(*arguments)
         except BaseException:
             self._restart()
             raise
@@ -202,13 +199,15 @@ class EngineCore:
                         self._num_turns += 1
                         self._turn.notify_all()
 
-    def _take_in(self) -> None:
+    def _advance(self) -> None:
         while self._added:
             sequence, after = self._added.popleft()
             if sequence.finish_reason is None:
                 if after is not None:
                     self.scheduler.hand_over(after, sequence)
                 self.scheduler.add(sequence)
+        if self.scheduler.has_work:
+            self._compute()
 
     def _compute(self) -> None:
         """One token for each row, and spans of prompts.
@@ -283,15 +282,16 @@ class EngineCore:
         return leader if leader.finish_reason is None else None
 
     def _end_aborted(self) -> None:
-        while self._aborted:
-            with self._kept_whole():
-                request = self._aborted[0]  # until all is done: after an interrupt the next turn goes on with it
-                while request.num_missing:
-                    request.new_sequence()
-                for seq in [seq for seq in request.sequences if seq.finish_reason is None]:
-                    seq.finish("abort")
-                    self._retire(seq)
-                self._aborted.popleft()
+        while self._aborted:  # popped when all is done: after an interrupt the next turn goes on with it
+            self._kept_whole(self._end, self._aborted[0])
+            self._aborted.popleft()
+
+    def _end(self, request: Request) -> None:
+        while request.num_missing:
+            request.new_sequence()
+        for seq in [seq for seq in request.sequences if seq.finish_reason is None]:
+            seq.finish("abort")
+            self._retire(seq)
 
     def _retire(self, *sequences: Sequence) -> None:
         """Finished sequences leave; only then do their requests count them, since another thread may read them then."""

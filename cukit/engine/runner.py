@@ -60,7 +60,7 @@ class ModelRunner:
 
     def _require_awake(self) -> None:
         """A stream may have been made, or a thread may have come, before the engine was put to sleep."""
-        if not self.is_awake:
+        if not self._memory.resident:
             raise ValueError("the engine sleeps: call wake_up() first")
 
     def weights_changed(self) -> None:
@@ -82,9 +82,9 @@ class ModelRunner:
         Returns (tokens, logprobs) of the rows, (num_rows,) on the host, None without rows; and (span, tokens, logprobs)
         for each span that draws.
         """
-        self._require_awake()
         flight = self.launch(step) if step.num_rows else None
         if flight is None:
+            self._require_awake()
             self._copy_blocks(step)
         drawn = []
         if step.spans:
