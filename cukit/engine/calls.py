@@ -5,7 +5,7 @@ import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 
@@ -60,8 +60,14 @@ class RequestOutput:
     num_cached_tokens: int  # prompt tokens that the prefix cache gave
 
 
+def is_int_array(ids: object) -> TypeGuard[np.ndarray]:
+    return isinstance(ids, np.ndarray) and ids.ndim == 1 and ids.dtype.kind in "iu"
+
+
 def one_each(prompts: Prompts, sampling_params: Sampling) -> tuple[list[Prompt], list[SamplingParams]]:
     """Prompts as a list, and as many SamplingParams."""
+    if isinstance(prompts, dict) or not isinstance(prompts, Iterable):
+        raise ValueError(f"prompts must be text, a list of token ids or a list of either, got {prompts!r:.60}")
     first = prompts[0] if isinstance(prompts, (list, np.ndarray)) and len(prompts) else None
     is_one = isinstance(prompts, str) or isinstance(first, (int, np.integer))
     listed: list[Any] = [prompts] if is_one else list(prompts)
@@ -72,6 +78,12 @@ def one_each(prompts: Prompts, sampling_params: Sampling) -> tuple[list[Prompt],
             f"{len(sampling_params)} sampling_params for {len(listed)} prompts: give one for all, or one for each"
         )
     return listed, sampling_params
+
+
+def conversations(messages: Messages) -> list[Any]:
+    if not isinstance(messages, (list, tuple)):
+        raise ValueError(f"messages must be a list of {{'role', 'content'}}, or a list of those, got {messages!r:.60}")
+    return [messages] if messages and isinstance(messages[0], dict) else list(messages)
 
 
 def engine_config(config: EngineConfig | None, options: dict) -> EngineConfig:

@@ -10,12 +10,12 @@ import itertools
 import random
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import isfinite
 from operator import index
-from typing import Any, TypeGuard
+from typing import Any
 
 import numpy as np
 
@@ -23,7 +23,7 @@ from ..models.decoder import Decoder
 from ..tokenizer import Tokenizer
 from .adapters import RequestAdapters
 from .blocks import BlockManager
-from .calls import Prompt
+from .calls import Prompt, is_int_array
 from .config import EngineConfig, SamplingParams
 from .copies import Results
 from .memory import planned
@@ -149,7 +149,7 @@ class EngineCore:
     def release(self, owner: Request | Sequence) -> None:
         """Give back the KV that a finished sample of a request with keeps_cache keeps, or that all of them keep."""
         with self.paused():
-            self.scheduler.drop_held(owner)
+            self._kept_whole(self.scheduler.drop_held, owner)
 
     # ---- steps ----
 
@@ -161,13 +161,15 @@ class EngineCore:
                 self._turn.wait_for(lambda: self._num_turns != turns)
                 return
         with self.paused():
-            try:
-                self._take_in()
-                if self.scheduler.has_work:
-                    self._compute()
-            except BaseException:  # also an interrupt: the engine must stay usable for all other requests
-                self._restart()
-                raise
+            self._kept_whole(self._advance)
+
+    def _kept_whole(self, work: Callable[..., None], *arguments: Any) -> None:
+        """Also after an interrupt in its work the engine must stay usable for all other requests."""
+        try:
+            work(*arguments)
+        except BaseException:
+            self._restart()
+            raise
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -189,19 +191,23 @@ class EngineCore:
             yield
         finally:
             if self._stepper == me:
-                self._end_aborted()
-                with self._turn:
-                    self._stepper = None
-                    self._num_turns += 1
-                    self._turn.notify_all()
+                try:
+                    self._end_aborted()
+                finally:
+                    with self._turn:
+                        self._stepper = None
+                        self._num_turns += 1
+                        self._turn.notify_all()
 
-    def _take_in(self) -> None:
+    def _advance(self) -> None:
         while self._added:
             sequence, after = self._added.popleft()
             if sequence.finish_reason is None:
                 if after is not None:
                     self.scheduler.hand_over(after, sequence)
                 self.scheduler.add(sequence)
+        if self.scheduler.has_work:
+            self._compute()
 
     def _compute(self) -> None:
         """One token for each row, and spans of prompts.
@@ -254,8 +260,7 @@ class EngineCore:
             else:
                 rows.drop_newest(seq)
                 seq.finish("error")
-        ended = [seq for seq, *_ in looked_at if seq.finish_reason is not None]
-        if ended:
+        if ended := [seq for seq, *_ in looked_at if seq.finish_reason is not None]:
             self._retire(*ended)
 
     def _end_prompt(self, leader: Sequence, tokens: np.ndarray, logprobs: np.ndarray) -> Sequence | None:
@@ -277,14 +282,16 @@ class EngineCore:
         return leader if leader.finish_reason is None else None
 
     def _end_aborted(self) -> None:
-        while self._aborted:
-            request = self._aborted.popleft()
-            while request.num_missing:
-                request.new_sequence()
-            for seq in request.sequences:
-                if seq.finish_reason is None:
-                    seq.finish("abort")
-                    self._retire(seq)
+        while self._aborted:  # popped when all is done: after an interrupt the next turn goes on with it
+            self._kept_whole(self._end, self._aborted[0])
+            self._aborted.popleft()
+
+    def _end(self, request: Request) -> None:
+        while request.num_missing:
+            request.new_sequence()
+        for seq in [seq for seq in request.sequences if seq.finish_reason is None]:
+            seq.finish("abort")
+            self._retire(seq)
 
     def _retire(self, *sequences: Sequence) -> None:
         """Finished sequences leave; only then do their requests count them, since another thread may read them then."""
@@ -381,7 +388,7 @@ class EngineCore:
     def check_ids(self, ids: Iterable[int], what: str) -> np.ndarray:
         """ids as a new int32 array, or ValueError if it is empty or holds something else than ids of the model."""
         try:
-            ids = ids.tolist() if _is_int_array(ids) else [index(token) for token in ids]
+            ids = ids.tolist() if is_int_array(ids) else [index(token) for token in ids]
         except TypeError:
             raise ValueError(f"{what} must be text or a list of token ids, got {ids!r:.60}") from None
         if not ids:
@@ -391,7 +398,3 @@ class EngineCore:
             wrong = next(token for token in ids if not 0 <= token < vocab_size)
             raise ValueError(f"{what} has the token id {wrong}: the model's vocabulary goes from 0 to {vocab_size - 1}")
         return np.array(ids, np.int32)
-
-
-def _is_int_array(ids: object) -> TypeGuard[np.ndarray]:
-    return isinstance(ids, np.ndarray) and ids.ndim == 1 and ids.dtype.kind in "iu"

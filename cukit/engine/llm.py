@@ -21,6 +21,7 @@ from .calls import (
     Prompts,
     RequestOutput,
     Sampling,
+    conversations,
     engine_config,
     one_each,
     report_errors,
@@ -226,10 +227,9 @@ class LLM:
         """
         if self.tokenizer is None or not self.tokenizer.has_chat_template:
             raise ValueError("chat needs a tokenizer with a chat template; give generate() text or ids")
-        conversations: list[Any] = [messages] if messages and isinstance(messages[0], dict) else messages
         prompts = [
             self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tools=tools, **template_arguments)
-            for messages in conversations
+            for messages in conversations(messages)
         ]
         return self.generate(prompts, sampling_params, stream, lora_request)
 

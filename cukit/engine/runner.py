@@ -58,6 +58,11 @@ class ModelRunner:
     def is_awake(self) -> bool:
         return self._memory.resident
 
+    def _require_awake(self) -> None:
+        """A stream may have been made, or a thread may have come, before the engine was put to sleep."""
+        if not self._memory.resident:
+            raise ValueError("the engine sleeps: call wake_up() first")
+
     def weights_changed(self) -> None:
         """Forget copies of the weights."""
         self._wide = None
@@ -79,6 +84,7 @@ class ModelRunner:
         """
         flight = self.launch(step) if step.num_rows else None
         if flight is None:
+            self._require_awake()
             self._copy_blocks(step)
         drawn = []
         if step.spans:
@@ -94,6 +100,7 @@ class ModelRunner:
         device keeps until the next launch, and the host until the one after that. before: the results of the step in
         flight, which draws the newest tokens.
         """
+        self._require_awake()
         self._copy_blocks(step)
         rows = self.rows
         self.load_adapters(rows.adapters)

@@ -126,6 +126,7 @@ def _place(folder, base: str) -> str:
     return next((str(path.resolve()) for path in found), base)
 
 
+FACTOR_DTYPES = ("float32", "float16", "bfloat16", "float64")
 _KIND = {
     "lora_r": lambda config: config.r,
     "lora_alpha": lambda config: config.alpha,
@@ -182,6 +183,8 @@ def _check_names(folder, stored: dict[str, Any], shapes: dict[str, tuple]) -> No
     for name in sorted(shapes.keys() & stored.keys()):
         if tuple(stored[name].shape) != tuple(shapes[name]):
             problems.append(f"{name} has shape {list(stored[name].shape)}, this model needs {list(shapes[name])}")
+        elif stored[name].dtype.name not in FACTOR_DTYPES:
+            problems.append(f"{name} is stored as {stored[name].dtype}; {', '.join(FACTOR_DTYPES)} are read")
         elif not np.isfinite(stored[name].astype(np.float32)).all():
             problems.append(f"{name} is not finite")
     if problems:

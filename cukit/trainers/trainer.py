@@ -8,9 +8,10 @@ from __future__ import annotations
 import logging
 import os
 from abc import abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -197,11 +198,11 @@ class Trainer(Steps):
         offloaded = self.args.offload_optimizer and policy.backend.name == "cuda"
         states: dict[str, Any] = {"moment_bytes": MOMENT_BYTES[self.args.optimizer_state], "offloaded": offloaded}
         states["updated_in_backward"], gathers = self.args.optimizer_in_bwd, self.args.tensor_parallel_invariant
-        return plan_memory(
+        plan_of = partial(
+            plan_memory,
             [replace(use, gathers=gathers, **(states if use.trained else {})) for use in (trained, *more)],
             engine,
             self.model.backend,
-            max_tokens_per_batch=most,
             gradient_checkpointing=self.args.gradient_checkpointing,
             ranks=self.args.training_processes if self.args.zero_stage else 1,
             zero_stage=self.args.zero_stage,
@@ -209,6 +210,16 @@ class Trainer(Steps):
             **(self._least_memory or {}),
             **sizes,
         )
+        try:
+            return plan_of(max_tokens_per_batch=most)
+        except DoesNotFit as error:
+            if step_tokens is None or step_tokens <= most or not _fits_in_one_pass(plan_of, step_tokens):
+                raise
+            raise DoesNotFit(
+                f"{error}; with --max_tokens_per_batch {step_tokens} an update is one pass, which holds "
+                "no gradients of the whole model, and fits",
+                error.plan,
+            ) from None
 
     def own_shape(self, config: ModelConfig) -> ModelConfig:
         """The shape of this rank's part of a model."""
@@ -333,3 +344,11 @@ class Trainer(Steps):
     def call(self, event: str, *arguments: object) -> None:
         """Call the hook `event` of every callback."""
         call_callbacks(self.callbacks, event, self, *arguments)
+
+
+def _fits_in_one_pass(plan_of: Callable[..., Plan], step_tokens: int) -> bool:
+    try:
+        plan_of(max_tokens_per_batch=step_tokens, micro_batches=1, quiet=True)
+    except DoesNotFit:
+        return False
+    return True

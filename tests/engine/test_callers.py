@@ -358,3 +358,15 @@ def test_a_steady_step_costs_the_same_calls_for_any_number_of_rows():
 
     few, many = calls_of(4), calls_of(256)
     assert few == many < 150
+
+
+def test_a_stream_that_begins_after_sleep_reads_no_cache():
+    llm = make_llm()
+    (expected,) = tokens_of(llm.generate([PROMPTS[0]], params()))
+    stream = llm.generate([PROMPTS[0]], params(), stream=True)
+    llm.sleep()
+    with pytest.raises(ValueError, match="the engine sleeps: call wake_up"):
+        next(stream)
+    assert not llm.core.requests
+    llm.wake_up()
+    assert tokens_of(llm.generate([PROMPTS[0]], params())) == [expected]

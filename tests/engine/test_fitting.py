@@ -274,6 +274,19 @@ def test_a_dry_run_that_does_not_fit_says_what_would(large, capsys):
     assert "# it fits as it is" in capsys.readouterr().out
 
 
+def test_a_larger_batch_of_tokens_that_makes_one_pass_is_named(large, capsys):
+    """Several passes hold gradients of the whole model beside activations, which a single pass does not."""
+    argv = ["sft", "--memory_limit", "13.5GB", "--gradient_checkpointing", "none", "--dry_run"]
+    argv += ["--per_device_train_batch_size", "64", "--gradient_accumulation_steps", "1", "--max_tokens_per_batch"]
+    assert cukit_cli.main([*argv, "2048"]) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    tokens = line.partition("; with --max_tokens_per_batch ")[2].partition(" an update is one pass")[0]
+    assert int(tokens) > 2048
+    assert cukit_cli.main([*argv, tokens]) == 0
+    assert cukit_cli.main([*argv, "2048", "--memory_limit", "9GB"]) == 2
+    assert "one pass" not in capsys.readouterr().err
+
+
 def test_several_processes_are_told_to_share_out(large, capsys, monkeypatch):
     """A larger stage takes less; one process alone has nothing to share."""
     argv = ["grpo", "--memory_limit", "9.7GB", "--dry_run"]

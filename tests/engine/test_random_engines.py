@@ -172,3 +172,42 @@ def test_an_interrupted_step_loses_nothing(where, monkeypatch):
             check_engine(llm)
         for request, wanted in zip(requests, [*expected, expected[0]], strict=True):
             assert outcome(request) == wanted
+
+
+@pytest.mark.parametrize(
+    "action, where", [("abort", "remove"), ("abort", "_release"), ("abort", "_take_out"), ("release", "_release")]
+)
+@pytest.mark.parametrize("late", [False, True])
+def test_an_interrupted_abort_or_release_loses_nothing(action, where, late, monkeypatch):
+    """A second Ctrl-C, while the first one ends requests: the aborted request ends, the other ones go on."""
+    model, params = HashModel(), SamplingParams(n=3, max_tokens=12, seed=1)
+    prompts = [np.arange(n, dtype=np.int32) for n in (3, 9)]
+    expected = roomy(model, prompts[0], params)
+    llm = LLM.from_model(model, None, max_model_len=64, num_kv_blocks=64, block_size=4)
+    core = llm.core
+    kept = core.add(prompts[1], None, params, keeps_cache=True)
+    while core.requests:
+        llm.step()
+    going, aborted = [llm.add_request(prompt, params) for prompt in prompts]
+    for _ in range(3):
+        llm.step()
+    plain = getattr(core.scheduler, where)
+
+    def interrupted(*args):
+        monkeypatch.setattr(core.scheduler, where, plain)  # once: what makes the engine whole again calls it too
+        if late:
+            plain(*args)
+        raise KeyboardInterrupt
+
+    act = {"abort": lambda: core.abort(aborted), "release": lambda: core.release(kept)}[action]
+    monkeypatch.setattr(core.scheduler, where, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        act()
+    check_engine(llm)
+    while core.requests:
+        llm.step()
+        check_engine(llm)
+    assert outcome(going) == expected and aborted.finished
+    assert {seq.finish_reason for seq in aborted.sequences} == {"abort" if action == "abort" else "length"}
+    core.release(kept)
+    assert core.blocks.num_free == core.blocks.num_blocks

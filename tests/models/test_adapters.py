@@ -7,6 +7,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from cukit.autograd import no_grad
 from cukit.models.adapter_config import TARGETS, AdapterConfig
@@ -278,4 +279,12 @@ def test_damaged_files_are_said(broken, tmp_path):
         load_model(folder)
     (folder / "adapter_config.json").write_text("[1")
     with pytest.raises(ValueError, match="is not valid JSON"):
+        load_model(folder)
+
+
+def test_whole_numbers_are_no_factors(broken):
+    folder = broken()
+    path = folder / "adapter_model.safetensors"
+    save_file({name: tensor.astype(np.int8) for name, tensor in load_file(path).items()}, path)
+    with pytest.raises(ValueError, match="is stored as int8; float32, float16, bfloat16, float64 are read"):
         load_model(folder)
