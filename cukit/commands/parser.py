@@ -132,7 +132,7 @@ def _fill_in(command: Command, values: dict[str, Any]) -> None:
     """The bundled files for what is not given, said aloud. A reward is never guessed for data of the user's own."""
     own_data = values.get("data") is not None and not _is_bundled(values["data"])
     for name, value in command.bundled.items():
-        if values.get(name) is not None or (name == "eval_data" and own_data):
+        if values.get(name) is not None or (name == "eval_data" and (own_data or name in values)):  # none is said
             continue
         if values.get("tasks") and name in ("data", "reward_funcs"):  # a task knows its own
             continue
@@ -245,12 +245,22 @@ def make(cls: type[MadeOptions], values: dict[str, Any]) -> MadeOptions:
 
 
 def coerce_all(command: Command, values: dict[str, Any], where: str) -> dict[str, Any]:
+    """The values with the types of their options; one ValueError for all that have another."""
     known = command_options(command)
     if "memory_limit" in known:
         values = MemoryOptions.respelled(values)
     for part in command.parts:
         values = part.respelled({name: _as_object(known[name], value) for name, value in values.items()})
-    return {name: parsed(known[name], value, where) for name, value in values.items()}
+    found: dict[str, Any] = {}
+    faults: list[str] = []
+    for name, value in values.items():
+        try:
+            found[name] = parsed(known[name], value, "" if faults else where)
+        except ValueError as error:
+            faults.append(str(error))
+    if faults:
+        raise ValueError("; ".join(faults))
+    return found
 
 
 def _as_object(item: Option, value: Any) -> Any:

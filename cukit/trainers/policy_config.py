@@ -1,5 +1,6 @@
 """Options of every trainer that draws completions and rewards them; names, defaults and meaning are TRL's."""
 
+import math
 from typing import Any, ClassVar
 
 from ..datasets.config import PromptOptions
@@ -66,6 +67,8 @@ class PolicyConfig(TrainerConfig):
     @classmethod
     def respelled(cls, values: dict[str, Any]) -> dict[str, Any]:
         values = super().respelled(values)
+        if values.get("top_k", 0) in (None, "none", "null"):  # TRL's before 1.0
+            values = values | {"top_k": 0}
         if isinstance(values.get("generation_kwargs"), dict):
             values = dict(values)
             values |= _generation_kwargs(values.pop("generation_kwargs"), values)
@@ -91,6 +94,7 @@ class PolicyConfig(TrainerConfig):
             weights is None or rewards is None or len(weights) == len(rewards),
             f"reward_weights has {len(weights or [])} values for {len(rewards or [])} reward_funcs; give one each",
         )
+        require(all(math.isfinite(weight) for weight in weights or ()), f"reward_weights must be finite, got {weights}")
         pass_at_k_values(self.pass_at_k, self.num_generations_eval or 1, "num_generations_eval")
         self._check_apart()
 
