@@ -1,5 +1,6 @@
 """A command's options, from its classes, the command line, YAML files and recipes; and where bundled files lie."""
 
+import os
 import sys
 from dataclasses import MISSING
 from pathlib import Path
@@ -110,10 +111,10 @@ def resolve(command: Command, given: dict[str, Any]) -> dict[str, Any]:
     _fill_in(command, values)
     for name in ("model", "data", "eval_data"):
         if values.get(name):
-            values[name] = bundled(values[name])
+            values[name] = bundled(os.path.expanduser(values[name]))
     for name in ("model", "lora_adapter_path", "critic_model"):
         if values.get(name):
-            values[name] = model_of(values[name], name)
+            values[name] = model_of(os.path.expanduser(values[name]), name)
     if values.get("lora_modules"):
         values["lora_modules"] = [_adapter_of(text) for text in values["lora_modules"]]
     _check_complete(command, values)

@@ -67,12 +67,11 @@ class PolicyConfig(TrainerConfig):
     @classmethod
     def respelled(cls, values: dict[str, Any]) -> dict[str, Any]:
         values = super().respelled(values)
-        if values.get("top_k", 0) in (None, "none", "null"):  # TRL's before 1.0
-            values = values | {"top_k": 0}
         if isinstance(values.get("generation_kwargs"), dict):
             values = dict(values)
             values |= _generation_kwargs(values.pop("generation_kwargs"), values)
-        return values
+        off = values.get("top_k", 0) in (None, "none", "null")  # TRL's before 1.0
+        return values | {"top_k": 0} if off else values
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -13,6 +13,7 @@ from cukit.commands import trl_names
 from cukit.commands.argv import option_name
 from cukit.commands.parser import command_options, make, parse
 from cukit.options import flat_values
+from cukit.rewards import load_reward
 from cukit.trainers.config import SFTConfig
 from cukit.trainers.grpo_config import GRPOConfig
 
@@ -377,6 +378,7 @@ def test_top_k_null_is_off_as_in_older_trl(options, tmp_path):
     path = written(tmp_path, "model: m\ntop_k: null\n")
     assert make(GRPOConfig, options(*GRPO, "--config", path)).top_k == 0
     assert make(GRPOConfig, options(*GRPO, "--top_k", "none")).top_k == 0 == GRPOConfig(top_k=None).top_k
+    assert GRPOConfig(generation_kwargs={"top_k": None}).top_k == 0
 
 
 @pytest.mark.parametrize("name", ["eval_data", "lora_adapter_path", "environment", "loss"])
@@ -389,3 +391,16 @@ def test_none_takes_back_a_folder_a_file_or_a_function(options, tmp_path, name):
 def test_reward_weights_are_finite():
     with pytest.raises(ValueError, match=r"^reward_weights must be finite, got \[1.0, nan\]$"):
         GRPOConfig(reward_funcs=["exact", "boxed"], reward_weights=[1, float("nan")])
+
+
+def test_a_path_in_yaml_may_begin_in_the_home_folder(options, monkeypatch, tmp_path):
+    """Where no shell has expanded it."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    path = written(
+        tmp_path, "model: ~/m\ndata: ~/a.jsonl\neval_data: ~/b.jsonl\nlora_adapter_path: ~/c\nuse_peft: true\n"
+    )
+    found = options("grpo", "--config", path, "--reward_funcs", "exact")
+    for name, end in {"model": "m", "data": "a.jsonl", "eval_data": "b.jsonl", "lora_adapter_path": "c"}.items():
+        assert found[name] == str(tmp_path / end)
+    (tmp_path / "mine.py").write_text("def right(**kwargs): return []\n")
+    assert load_reward("~/mine.py:right")() == []
