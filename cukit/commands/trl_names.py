@@ -149,7 +149,8 @@ def _take_data(found: Translated, foreign: dict[str, Any], known: list[str], whe
         raise ValueError(
             f"{prefix}{alone}{where} needs {prefix}dataset_name; or give {prefix}data as NAME:CONFIG:SPLIT"
         )
-    is_file = Path(str(name)).suffix in FILES or Path(str(name)).is_file()
+    # What is no text (a list) stays as it is, for the check of types to refuse.
+    is_file = not isinstance(name, str) or Path(name).suffix in FILES or Path(name).is_file()
     _put(found, "dataset_name", "data", name if is_file else _source(name, config, train), where)
     when = "eval_strategy" if "eval_strategy" in found.values else "eval_steps"
     evaluates = not _is_off(found.values.get(when))

@@ -386,3 +386,9 @@ def test_arguments_of_the_models_loader_count_as_given_by_their_own_names():
         translated({"dtype": "float32", "model_init_kwargs": {"dtype": "bfloat16"}}, KNOWN)
     with pytest.raises(ValueError, match=r"^torch_dtype is given twice, once in model_init_kwargs"):
         translated({"torch_dtype": "float32", "model_init_kwargs": {"dtype": "bfloat16"}}, KNOWN)
+
+
+def test_a_list_of_data_sets_is_no_name():
+    assert translated({"dataset_name": ["a", "b"], "dataset_train_split": "train"}, KNOWN).values == {
+        "data": ["a", "b"]
+    }
