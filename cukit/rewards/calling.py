@@ -132,7 +132,8 @@ class _Call:
 
     def _named(self, error: BaseException) -> ValueError:
         hint = "; end its signature with **kwargs" if "unexpected keyword argument" in str(error) else ""
-        if isinstance(error, TypeError) and "required positional argument" in str(error):
+        at_call = error.__traceback__ is not None and error.__traceback__.tb_next is None
+        if at_call and isinstance(error, TypeError) and "required positional argument" in str(error):
             names = ["prompts", "completions", "completion_ids", *self.batch.columns]
             hint = f"; a reward is called by keyword, with {', '.join(dict.fromkeys(names))}"
         where = _where_it_failed(self.function, error, self.given)

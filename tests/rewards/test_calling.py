@@ -210,13 +210,14 @@ def test_tensors_count_as_numbers_and_lists():
 
 
 def test_a_missing_argument_says_what_there_is():
-    def positional(completions, answers):
+    def positional(completions, answers, **kwargs):
         return []
 
-    with pytest.raises(
-        ValueError, match=r"'answers'; a reward is called by keyword, with prompts, completions, com.*, gold"
-    ):
-        call(lambda **keywords: positional(keywords["completions"]), ["a"], {"gold": ["1"]})
+    keywords = "; a reward is called by keyword, with prompts, completions, completion_ids, gold "
+    with pytest.raises(ValueError, match=f"positional argument: 'answers'{keywords}"):
+        call(positional, ["a"], {"gold": ["1"]})
+    with pytest.raises(ValueError, match=r"positional argument: 'answers' \("):  # a call of its own
+        call(lambda **kwargs: positional("a"), ["a"], {"gold": ["1"]})
 
 
 def test_a_class_is_no_reward(tmp_path):
