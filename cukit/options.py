@@ -227,6 +227,7 @@ def typed(item: Option, value: Any) -> Any:
         return _typed(kind, value)
     except (TypeError, OverflowError):
         wanted = WANTED.get(kind) or f"a list of {WANTED_MANY[get_args(kind)[0]]}"
+        wanted += ", each name in it a text" if isinstance(value, dict) and kind is dict else ""
         raise ValueError(f"{item.name} must be {wanted}, got {value!r:.100}") from None
 
 
@@ -244,6 +245,8 @@ def _typed(kind: Any, value: Any) -> Any:
     if kind is str and isinstance(value, os.PathLike):
         value = os.fspath(value)
     if kind in (bool, str, dict) and isinstance(value, kind):
+        if isinstance(value, dict) and not all(isinstance(name, str) for name in value):
+            raise TypeError  # YAML's {1: 2}
         return value
     raise TypeError
 

@@ -32,7 +32,7 @@ def _loaded(spec: str, what: str, names: list[str]) -> list[Callable[..., Any]]:
     if not names_a_file(spec):
         raise ValueError(f"{what} {spec!r}: give it as 'path/file.py:function'")
     file_name = spec.rpartition(":")[0]
-    path = Path(file_name)
+    path = Path(file_name).expanduser()
     if not path.is_file():
         raise ValueError(f"{what} {spec!r}: file {file_name!r} does not exist")
     module = _import_file(path.resolve(), f"{what} {spec!r}", f"cukit_{what}")

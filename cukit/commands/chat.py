@@ -55,7 +55,7 @@ def chat(values: dict[str, Any]) -> None:
     if found is None:
         return
     llm, options, prompt = found
-    if sys.stdin.isatty() and options.tensor_parallel_size == 1:
+    if _at_terminal() and options.tensor_parallel_size == 1:
         Chat(llm, options).converse(prompt)
     elif prompt is not None:
         say(Chat(llm, options).answer(prompt))
@@ -77,7 +77,7 @@ def ready(
         return None
     if options.tensor_parallel_size > 1:
         _let_one_speak(options)
-    prompt = options.prompt if options.prompt is not None or sys.stdin.isatty() else _stdin()
+    prompt = options.prompt if options.prompt is not None or _at_terminal() else _stdin()
     given = {"device": options.device, "dtype": options.dtype, "memory_limit": options.memory.nbytes}
     given |= given_values(options.tensor)
     return LLM(folder, **given, **given_values(options.engine) | more(options)), options, prompt
@@ -94,9 +94,13 @@ def _let_one_speak(options: Any) -> None:
         sys.stdout = open(os.devnull, "w")
 
 
+def _at_terminal() -> bool:
+    return sys.stdin is not None and sys.stdin.isatty()  # None: it is closed
+
+
 def _stdin() -> str:
     """The prompt that was piped in, without the line's end."""
-    text = sys.stdin.read().removesuffix("\n")
+    text = sys.stdin.read().removesuffix("\n") if sys.stdin is not None else ""
     if not text:
         raise ValueError("stdin is empty and no terminal: give --prompt, or pipe a prompt in")
     return text

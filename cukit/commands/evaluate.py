@@ -90,6 +90,7 @@ def evaluate(values: dict[str, Any]) -> None:
     from ..engine.memory import hold_memory
     from ..models.weights import load_model, model_folder, tokenizer_folders
     from ..runs.evaluations import write_answers
+    from ..runs.files import check_writable
     from ..tokenizer import Tokenizer
     from ..trainers.environment import make_maker
     from ..trainers.episodes import Episodes
@@ -101,6 +102,8 @@ def evaluate(values: dict[str, Any]) -> None:
     if options.dry_run:
         show_engine(options, options.model, options.engine)
         return
+    if options.output:
+        check_writable(Path(options.output), "output")
     ranks = Ranks(options=options.parallel)  # before anything of CUDA
     if ranks.several:
         ranks.watch.timeout = options.ddp_timeout

@@ -1,5 +1,6 @@
 """A command's options, from its classes, the command line, YAML files and recipes; and where bundled files lie."""
 
+import os
 import sys
 from dataclasses import MISSING
 from pathlib import Path
@@ -110,10 +111,10 @@ def resolve(command: Command, given: dict[str, Any]) -> dict[str, Any]:
     _fill_in(command, values)
     for name in ("model", "data", "eval_data"):
         if values.get(name):
-            values[name] = bundled(values[name])
+            values[name] = bundled(os.path.expanduser(values[name]))
     for name in ("model", "lora_adapter_path", "critic_model"):
         if values.get(name):
-            values[name] = model_of(values[name], name)
+            values[name] = model_of(os.path.expanduser(values[name]), name)
     if values.get("lora_modules"):
         values["lora_modules"] = [_adapter_of(text) for text in values["lora_modules"]]
     _check_complete(command, values)
@@ -132,7 +133,7 @@ def _fill_in(command: Command, values: dict[str, Any]) -> None:
     """The bundled files for what is not given, said aloud. A reward is never guessed for data of the user's own."""
     own_data = values.get("data") is not None and not _is_bundled(values["data"])
     for name, value in command.bundled.items():
-        if values.get(name) is not None or (name == "eval_data" and own_data):
+        if values.get(name) is not None or (name == "eval_data" and (own_data or name in values)):  # none is said
             continue
         if values.get("tasks") and name in ("data", "reward_funcs"):  # a task knows its own
             continue
@@ -245,12 +246,22 @@ def make(cls: type[MadeOptions], values: dict[str, Any]) -> MadeOptions:
 
 
 def coerce_all(command: Command, values: dict[str, Any], where: str) -> dict[str, Any]:
+    """The values with the types of their options; one ValueError for all that have another."""
     known = command_options(command)
     if "memory_limit" in known:
         values = MemoryOptions.respelled(values)
     for part in command.parts:
         values = part.respelled({name: _as_object(known[name], value) for name, value in values.items()})
-    return {name: parsed(known[name], value, where) for name, value in values.items()}
+    found: dict[str, Any] = {}
+    faults: list[str] = []
+    for name, value in values.items():
+        try:
+            found[name] = parsed(known[name], value, "" if faults else where)
+        except ValueError as error:
+            faults.append(str(error))
+    if faults:
+        raise ValueError("; ".join(faults))
+    return found
 
 
 def _as_object(item: Option, value: Any) -> Any:

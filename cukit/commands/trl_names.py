@@ -5,7 +5,7 @@
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,12 @@ from ..options import nearest
 from .trl_table import NOT_NEEDED, NOT_YET, TABLE, TAKEN, Row
 
 DATA_PARTS = ("dataset_name", "dataset_config", "dataset_train_split", "dataset_test_split")
+LOADER_ARGUMENTS = {  # of model_init_kwargs: the name that TRL's own options have for it
+    "dtype": "torch_dtype",
+    "revision": "model_revision",
+} | {
+    name: name for name in ("torch_dtype", "attn_implementation", "trust_remote_code", "low_cpu_mem_usage", "use_cache")
+}
 FILES = (".jsonl", ".json", ".csv", ".parquet", ".gz")
 OFF: tuple = (None, "none", "no", "", [], {})  # and False
 
@@ -55,6 +61,7 @@ def translated(given: Mapping[str, Any], known: Iterable[str], where: str = "", 
     known = list(known)
     found = Translated({name: value for name, value in given.items() if name in known})
     foreign = {name: value for name, value in given.items() if name not in known}
+    _take_loader_arguments(found, foreign, known, where)
     _take_rewards(found, foreign, known)
     _take_data(found, foreign, known, where, prefix)
     revision = foreign.pop("model_revision", None) if "model" in known else None
@@ -96,6 +103,22 @@ def _take(found: Translated, row: Row, value: Any, where: str) -> None:
     _put(found, row.name, row.text, value, where)
 
 
+def _take_loader_arguments(found: Translated, foreign: dict[str, Any], known: list[str], where: str) -> None:
+    """model_init_kwargs: what has a name of its own counts as given by it; what else asks for something is missing."""
+    arguments = foreign.get("model_init_kwargs")
+    if not isinstance(arguments, dict) or "model" not in known:
+        return
+    for name, value in foreign.pop("model_init_kwargs").items():
+        own = LOADER_ARGUMENTS.get(name)
+        if own is None:
+            if not _is_off(value):
+                found.missing[replace(TABLE["model_init_kwargs"], name=f"model_init_kwargs.{name}")] = value
+        elif own in foreign:
+            raise ValueError(f"{own} is given twice{where}, once in model_init_kwargs; give only one")
+        else:
+            foreign[own] = value
+
+
 def _take_revision(found: Translated, revision: Any, where: str, prefix: str) -> None:
     """model_revision as part of the model's name."""
     if _is_off(revision) or revision == "main":
@@ -126,7 +149,8 @@ def _take_data(found: Translated, foreign: dict[str, Any], known: list[str], whe
         raise ValueError(
             f"{prefix}{alone}{where} needs {prefix}dataset_name; or give {prefix}data as NAME:CONFIG:SPLIT"
         )
-    is_file = Path(str(name)).suffix in FILES or Path(str(name)).is_file()
+    # What is no text (a list) stays as it is, for the check of types to refuse.
+    is_file = not isinstance(name, str) or Path(name).suffix in FILES or Path(name).is_file()
     _put(found, "dataset_name", "data", name if is_file else _source(name, config, train), where)
     when = "eval_strategy" if "eval_strategy" in found.values else "eval_steps"
     evaluates = not _is_off(found.values.get(when))

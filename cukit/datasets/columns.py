@@ -1,16 +1,23 @@
 """Rows as the options want them: columns renamed and left out, prompts by a template, a system message in front."""
 
+import logging
 import re
 from collections.abc import Sequence
 from typing import Any
 
+from ..options import say_once
 from .config import PLACE, RowOptions
-from .sources import QUESTION_COLUMNS, checked_column, column_names, load_rows, located, prompt_of
+from .sources import IMAGE_COLUMNS, QUESTION_COLUMNS, checked_column, column_names, load_rows, located, prompt_of
+
+logger = logging.getLogger(__name__)
 
 
 def dataset_rows(source: Any, options: RowOptions, use: str = "train", limit: int | None = None) -> list[dict]:
     """The rows of a source (see `load_rows`) as the options want them."""
-    return shaped_rows(load_rows(source, options.wanted, use, limit), options)
+    rows = shaped_rows(load_rows(source, options.wanted, use, limit), options)
+    if unseen := [name for name in IMAGE_COLUMNS if any(row.get(name) is not None for row in rows)]:
+        say_once(logger, f"the data has a column {unseen[0]!r}: models see text alone here, and rewards get the column")
+    return rows
 
 
 def shaped_rows(rows: Sequence[dict], options: RowOptions) -> list[dict]:

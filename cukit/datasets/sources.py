@@ -14,6 +14,7 @@ import glob
 import itertools
 import logging
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,6 +25,8 @@ from .tables import format_of, read_rows
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
+MESSAGES_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*(['"])(role|content)\1\s*:.*\]\s*\Z""", re.DOTALL)
+IMAGE_COLUMNS = ("image", "images")  # TRL's
 QUESTION_COLUMNS = {"question": "answer", "problem": "solution"}
 
 
@@ -140,7 +143,13 @@ def is_conversational(prompt: str | list[dict]) -> bool:
 
 
 def checked_column(value: Any, column: str) -> str | list[dict]:
+    """The value; ValueError if it is neither text nor a message list, or the text that a CSV made of such a list."""
     if isinstance(value, str):
+        if MESSAGES_AS_TEXT.match(value):
+            raise ValueError(
+                f"column {column!r} holds a message list as text, {value!r:.60}: a CSV holds no lists; write the rows "
+                "as JSON lines or Parquet (to_json, to_parquet)"
+            )
         return value
     well_formed = isinstance(value, list) and value and all(isinstance(m, dict) and "role" in m for m in value)
     if not well_formed:

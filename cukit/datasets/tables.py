@@ -68,7 +68,8 @@ def _read_csv(file: Iterable[bytes], path: Path) -> Iterator[dict]:
     if header is None:
         return
     if "" in header or len(set(header)) != len(header):
-        raise ValueError(f"{path}: the first line must name the columns, each once: {', '.join(header):.100}")
+        hint = " (pandas: to_csv(…, index=False))" if header[0] == "" else ""
+        raise ValueError(f"{path}: the first line must name the columns, each once{hint}: {', '.join(header):.100}")
     for record in _records(reader, path):
         if len(record) != len(header):
             raise ValueError(

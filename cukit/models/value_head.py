@@ -42,7 +42,12 @@ class ValueHead(Module):
     def is_in(folder: Path) -> bool:
         """Whether a folder holds such a head, and no model."""
         path = Path(folder) / "config.json"
-        return path.is_file() and json.loads(path.read_text(encoding="utf-8")).get("architectures") == [KIND]
+        if not path.is_file():
+            return False
+        try:
+            return json.loads(path.read_text(encoding="utf-8")).get("architectures") == [KIND]
+        except (ValueError, AttributeError) as error:  # not UTF-8, not JSON, no object
+            raise ValueError(f"{path} is damaged: {error}") from None
 
     @staticmethod
     def stored_parts(folder: Path) -> dict:

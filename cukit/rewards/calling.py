@@ -30,11 +30,13 @@ class RewardBatch:
     trainer_state: TrainerState | None = None
 
     def keywords(self, function: Callable, log: RewardLog | None) -> dict:
-        """The keywords of a call. The names here and TRL's win over columns of the data."""
-        found = {**self.columns, "prompts": self.prompts, "completions": self.completions}
-        found["completion_ids"] = self.completion_ids
+        """The keywords of a call, in lists of its own: a reward may change what it is given. The names here and TRL's
+        win over columns of the data.
+        """
+        found = _own({**self.columns, "prompts": self.prompts, "completions": self.completions})
+        found["completion_ids"] = [ids[:] for ids in self.completion_ids]
         more: dict[str, Any] = {
-            "prompt_ids": self.prompt_ids,
+            "prompt_ids": None if self.prompt_ids is None else [ids[:] for ids in self.prompt_ids],
             "prompt_text": self.prompt_text,
             "trainer_state": self.trainer_state,
         }
@@ -111,11 +113,14 @@ class _Call:
 
     def __init__(self, function: Callable, name: str, batch: RewardBatch, log: RewardLog | None):
         self.function, self.name, self.batch, self.log = function, name, batch, log
+        self.given: list = []  # the completions as the function has them
 
     def start(self) -> Any:
         """What the function returns: the values, or for `async def` what they are awaited of."""
         try:
-            return self.function(**self.batch.keywords(self.function, self.log))
+            keywords = self.batch.keywords(self.function, self.log)
+            self.given = list(keywords["completions"])
+            return self.function(**keywords)
         except (Exception, SystemExit) as error:
             raise self._named(error) from error
 
@@ -127,11 +132,17 @@ class _Call:
 
     def _named(self, error: BaseException) -> ValueError:
         hint = "; end its signature with **kwargs" if "unexpected keyword argument" in str(error) else ""
-        where = _where_it_failed(self.function, error, self.batch.completions)
+        at_call = error.__traceback__ is not None and error.__traceback__.tb_next is None
+        if at_call and isinstance(error, TypeError) and "required positional argument" in str(error):
+            names = ["prompts", "completions", "completion_ids", *self.batch.columns]
+            hint = f"; a reward is called by keyword, with {', '.join(dict.fromkeys(names))}"
+        where = _where_it_failed(self.function, error, self.given)
         return ValueError(f"reward {self.name!r} raised {type(error).__name__}: {one_line(error)}{hint}{where}")
 
     def checked(self, values: Any) -> list[float | None]:
         name, completions, where = self.name, self.batch.completions, defined_at(self.function)
+        if getattr(values, "ndim", None) == 1 and hasattr(values, "tolist"):  # a tensor of any library
+            values = values.tolist()
         if not isinstance(values, (list, tuple, np.ndarray)):
             raise ValueError(
                 f"reward {name!r} must return a list of numbers, one a completion, not {type(values).__name__}{where}"
@@ -141,6 +152,13 @@ class _Call:
         if self.log is not None:
             self.log.check(name, where)
         return [_checked(value, name, index, completions, where) for index, value in enumerate(values)]
+
+
+def _own(value: Any) -> Any:
+    """A copy of the lists and dicts that a value is made of."""
+    if isinstance(value, dict):
+        return {key: _own(part) for key, part in value.items()}
+    return [_own(part) for part in value] if isinstance(value, list) else value
 
 
 def _takes(function: Callable, keyword: str) -> bool:
@@ -201,7 +219,7 @@ def _shown(completion: object) -> str:
 def _checked(value: Any, name: str, index: int, completions: Sequence, where: str) -> float | None:
     if value is None:
         return None
-    if isinstance(value, np.ndarray) and value.ndim == 0:
+    if getattr(value, "ndim", None) == 0 and not isinstance(value, np.generic):  # an array or a tensor of one number
         value = value.item()
     if not isinstance(value, (Real, np.number, np.bool_)) or isinstance(value, np.complexfloating):
         raise ValueError(

@@ -42,7 +42,7 @@ def load_reward(spec: str | Callable) -> Callable:
     folder importable. ValueError in one line if anything is missing.
     """
     if callable(spec):
-        return spec
+        return _no_class(spec)
     if not isinstance(spec, str):
         raise ValueError(f"a reward is a name, 'file.py:function' or a function, not {type(spec).__name__}")
     call = CALL.fullmatch(spec.strip())
@@ -56,7 +56,14 @@ def load_reward(spec: str | Callable) -> Callable:
             f"unknown reward {spec!r}; use one of {', '.join(BUILTIN_REWARDS)}, or your own as 'path/file.py:function' "
             "(in training also a reward model's folder)"
         )
-    return load_function(spec, "reward")
+    return _no_class(load_function(spec, "reward"))
+
+
+def _no_class(function: Callable) -> Callable:
+    if inspect.isclass(function):
+        name = function.__name__
+        raise ValueError(f"reward {name!r} is a class: give an object of it, such as reward = {name}(…), or a function")
+    return function
 
 
 def is_reward_name(spec: str) -> bool:

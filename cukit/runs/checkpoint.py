@@ -249,6 +249,7 @@ def find_checkpoint(resume_from: str | os.PathLike | Literal[True], run: str | o
     if found is None:
         raise ValueError(
             f"resume_from_checkpoint: {folder} is neither a checkpoint nor a run folder with a whole checkpoint-N in it"
+            "; leave the option out to begin a new run"
         )
     return found
 

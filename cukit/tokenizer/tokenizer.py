@@ -20,6 +20,7 @@ TOKENIZER_FILES = (
     "generation_config.json",
 )
 BYTE_TOKEN = re.compile("<0x[0-9a-fA-F]{2}>")
+SURROGATE = re.compile("[\ud800-\udfff]")  # what Python makes of bytes that are no UTF-8
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 TEMPLATE_FOLDER = "additional_chat_templates"  # where transformers saves all templates but the default one
 
@@ -111,7 +112,8 @@ class Tokenizer:
         try:
             ids = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         except Exception as error:  # lone surrogates, or a WordLevel model without its unknown token
-            raise ValueError(f"text {text!r:.60} can not be encoded: {_one_line(error)}") from error
+            reason = "it is not valid UTF-8" if SURROGATE.search(text) else _one_line(error)
+            raise ValueError(f"text {text!r:.60} can not be encoded: {reason}") from error
         return self._without_doubles(text, ids) if add_special_tokens else ids
 
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = False) -> list[list[int]]:

@@ -1,5 +1,6 @@
 """Options of every trainer that draws completions and rewards them; names, defaults and meaning are TRL's."""
 
+import math
 from typing import Any, ClassVar
 
 from ..datasets.config import PromptOptions
@@ -69,7 +70,8 @@ class PolicyConfig(TrainerConfig):
         if isinstance(values.get("generation_kwargs"), dict):
             values = dict(values)
             values |= _generation_kwargs(values.pop("generation_kwargs"), values)
-        return values
+        off = values.get("top_k", 0) in (None, "none", "null")  # TRL's before 1.0
+        return values | {"top_k": 0} if off else values
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -91,6 +93,7 @@ class PolicyConfig(TrainerConfig):
             weights is None or rewards is None or len(weights) == len(rewards),
             f"reward_weights has {len(weights or [])} values for {len(rewards or [])} reward_funcs; give one each",
         )
+        require(all(math.isfinite(weight) for weight in weights or ()), f"reward_weights must be finite, got {weights}")
         pass_at_k_values(self.pass_at_k, self.num_generations_eval or 1, "num_generations_eval")
         self._check_apart()
 

@@ -143,6 +143,6 @@ class RewardTrainer(RowTrainer):
     def run_evaluation(self) -> dict:
         """eval/loss, eval/accuracy (share of pairs with the chosen answer ahead), eval/margin, … over eval_dataset."""
         total = self.ranks.add_up(lambda: self.evaluated(self._packed(self.eval_rows)), "evaluation")
-        return {"eval/loss": total.pop("loss")} | {
+        return {"eval/loss": float(total.pop("loss"))} | {
             f"eval/{name}": value for name, value in self.step_metrics(total).items()
         }

@@ -40,6 +40,9 @@ def reward_models(*groups: Any) -> dict[str, RewardModel]:
     too.
     """
     lists = [[group] if isinstance(group, str) or callable(group) else group or [] for group in groups]
+    for group in lists:
+        if not isinstance(group, Iterable):
+            raise ValueError(f"rewards are names or functions, or a list of them, got {group!r:.100}")
     return {spec: RewardModel(spec) for spec in dict.fromkeys(filter(is_model_name, itertools.chain(*lists)))}
 
 

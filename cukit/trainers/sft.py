@@ -126,7 +126,7 @@ class SFTTrainer(RowTrainer):
         batch = self._pack([example for row in self.eval_rows for example in row])
         parts = batch.micro_batches(0, self.args.max_tokens_per_batch, self.ranks.share)
         total = self.ranks.add_up(lambda: self.evaluated(parts), "evaluation")
-        return {"eval/loss": total.pop("loss")} | {
+        return {"eval/loss": float(total.pop("loss"))} | {
             f"eval/{name}": value for name, value in self.step_metrics(total).items()
         }
 

@@ -288,6 +288,16 @@ def test_a_prompt_without_a_terminal_is_answered_once(monkeypatch, capsys, fails
     assert "write the system_prompt into the text" in fails("generate", *argv, "--raw", "--system_prompt", "x")
 
 
+@pytest.mark.parametrize("command", ["chat", "generate"])
+def test_a_closed_stdin_is_no_terminal(monkeypatch, capsys, fails, command):
+    """`command <&-`, and what some services start: Python then has no sys.stdin."""
+    argv = [command, "--device", "cpu", "--model", str(TINY), "--max_tokens", "3"]
+    monkeypatch.setattr("sys.stdin", None)
+    assert cukit_cli.main([*argv, "--prompt", "1+2"]) == 0
+    assert capsys.readouterr().out
+    assert "stdin is empty and no terminal: give --prompt" in fails(*argv)
+
+
 def test_only_a_terminal_gets_escapes():
     class Screen(io.StringIO):
         encoding = "utf-8"

@@ -9,6 +9,7 @@ import cukit_cli
 from cukit.commands.evaluate import EvalOptions
 from cukit.datasets.tasks import TASKS, Task, find_tasks
 from cukit.rewards import BUILTIN_REWARDS
+from cukit.runs.files import check_writable
 
 ROOT = Path(__file__).parents[2]
 TINY = str(ROOT / "data/tiny-qwen3")
@@ -92,3 +93,13 @@ def test_the_table_of_tasks():
         row = task.row({"question": "Q", "problem": "Q", "prompt": "Q", "answer": "1"})
         assert "Q" in str(row["prompt"]) and row["answer"] == "1"
     assert "gsm8k, math500" in EvalOptions.options()["tasks"].help
+
+
+def test_an_answers_file_that_cannot_be_written_is_said_before_the_answers(fails, tmp_path):
+    (tmp_path / "file").write_text("")
+    said = fails("eval", "--device", "cpu", "--output", tmp_path)
+    assert f"output {tmp_path} is a folder; give a file" in said and "accuracy" not in said
+    said = fails("eval", "--device", "cpu", "--output", tmp_path / "file" / "answers.jsonl")
+    assert f"answers.jsonl cannot be written: {tmp_path / 'file'} is a file" in said and "accuracy" not in said
+    check_writable(tmp_path / "new" / "folder" / "answers.jsonl", "output")
+    check_writable(Path("answers.jsonl"), "output")

@@ -368,3 +368,27 @@ def test_the_pages_script_and_yaml_run(tmp_path):
     for folder in (tmp_path / "grpo-tiny", tmp_path / "yaml"):
         steps = [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
         assert max(steps) == 3 and (folder / "model.safetensors").is_file()
+
+
+KNOWN = list(command_options(cukit_cli.COMMANDS["grpo"]))
+
+
+def test_arguments_of_the_models_loader_count_as_given_by_their_own_names():
+    loader = {"torch_dtype": "bfloat16", "attn_implementation": "sdpa", "use_cache": False, "device_map": None}
+    found = translated({"model": "m", "model_init_kwargs": loader | {"revision": "abc"}}, KNOWN)
+    assert found.values == {"model": "m@abc", "dtype": "bfloat16"}
+    assert translated({"model_init_kwargs": {"dtype": "float32"}}, KNOWN).values == {"dtype": "float32"}
+    with pytest.raises(
+        ValueError, match=r"not there yet: model_init_kwargs\.max_memory \(other arguments of the model"
+    ):
+        translated({"model_init_kwargs": {"max_memory": {0: "3GB"}, "dtype": "auto"}}, KNOWN)
+    with pytest.raises(ValueError, match=r"^dtype is given twice, once as torch_dtype"):
+        translated({"dtype": "float32", "model_init_kwargs": {"dtype": "bfloat16"}}, KNOWN)
+    with pytest.raises(ValueError, match=r"^torch_dtype is given twice, once in model_init_kwargs"):
+        translated({"torch_dtype": "float32", "model_init_kwargs": {"dtype": "bfloat16"}}, KNOWN)
+
+
+def test_a_list_of_data_sets_is_no_name():
+    assert translated({"dataset_name": ["a", "b"], "dataset_train_split": "train"}, KNOWN).values == {
+        "data": ["a", "b"]
+    }

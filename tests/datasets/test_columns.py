@@ -3,7 +3,7 @@
 import pytest
 
 from cukit import GRPOConfig, SFTConfig
-from cukit.datasets.columns import filled, shaped_row, shaped_rows
+from cukit.datasets.columns import dataset_rows, filled, shaped_row, shaped_rows
 from cukit.datasets.config import PromptOptions, RowOptions
 from cukit.datasets.demonstrations import fit_prompts
 
@@ -135,3 +135,18 @@ def test_skipping_all_prompts_is_refused():
         PromptOptions(overlong_prompts="drop")
     with pytest.raises(ValueError, match="max_prompt_length must be at least 1, got 0"):
         PromptOptions(max_prompt_length=0)
+
+
+@pytest.mark.parametrize("column", ["image", "images"])
+def test_an_image_column_is_said_once(caplog, monkeypatch, column):
+    monkeypatch.setattr("cukit.options._said", set())
+    caplog.set_level("WARNING", logger="cukit")
+    rows = [{"prompt": "1", column: None}, {"prompt": "2", column: "x.png"}]
+    for chosen in (rows, rows[:1]):
+        assert dataset_rows(chosen, RowOptions()) == chosen
+    dataset_rows(rows, RowOptions())
+    said = [record.message for record in caplog.records]
+    assert said == [f"the data has a column '{column}': models see text alone here, and rewards get the column"]
+    monkeypatch.setattr("cukit.options._said", set())
+    dataset_rows(rows, RowOptions(columns="prompt"))
+    assert len(caplog.records) == 1

@@ -169,3 +169,32 @@ def test_rows_encode_together_as_alone(tiny, llama):
         encode_prompts([{"prompt": "1"}, {"prompt": "1"}, {"prompt": ""}], tiny)
     with pytest.raises(ValueError, match=r"^data row 1: .* can not be encoded"):
         encode_prompts([{"prompt": "1"}, {"prompt": "\ud800"}], tiny)
+
+
+# ---- found by use ----------------------------------------------------------------------------------------------------
+
+MESSAGES = [{"role": "user", "content": 'it\'s "1+1"\n[]'}, {"role": "assistant", "content": "2"}]
+
+
+@pytest.mark.parametrize("text", [str(MESSAGES), json.dumps(MESSAGES), json.dumps(MESSAGES, indent=2) + "\n"])
+def test_message_lists_that_a_csv_made_text_are_refused(tiny, text):
+    """pandas' and datasets' to_csv write them so; before, a run learnt the brackets."""
+    said = (
+        "data row 1: column 'prompt' holds a message list as text.*a CSV holds no lists; write the rows as JSON lines"
+    )
+    with pytest.raises(ValueError, match=said):
+        encode_prompts([{"prompt": "1+1"}, {"prompt": text}], tiny)
+    with pytest.raises(ValueError, match="column 'completion' holds a message list as text"):
+        encode_sft({"prompt": "1+1", "completion": text}, tiny)
+    with pytest.raises(ValueError, match="column 'messages' holds a message list as text"):
+        encode_sft({"messages": text}, tiny)
+
+
+@pytest.mark.parametrize("text", ["[1, 2]", "[{'a': 1}]", "[{'role': 1}", "see [{'role': 'user'}]", "[{role}]"])
+def test_other_text_in_brackets_is_text(tiny, text):
+    assert encode_prompts([{"prompt": text}], tiny) == [tiny.encode(text)]
+
+
+def test_bytes_that_are_no_text_are_named(tiny):
+    with pytest.raises(ValueError, match="can not be encoded: it is not valid UTF-8"):
+        tiny.encode("a\udcff")

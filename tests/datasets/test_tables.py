@@ -218,3 +218,13 @@ def test_without_pyarrow(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(ValueError, match="rows.parquet: reading Parquet needs: pip install pyarrow"):
         load_rows(path)
+
+
+def test_the_index_that_pandas_writes_is_named(tmp_path):
+    path = tmp_path / "rows.csv"
+    path.write_text(",prompt,answer\n0,1+1,2\n")
+    with pytest.raises(ValueError, match=r"each once \(pandas: to_csv\(…, index=False\)\): , prompt, answer$"):
+        list(read_rows(path))
+    path.write_text("prompt,prompt\n1,2\n")
+    with pytest.raises(ValueError, match="each once: prompt, prompt$"):
+        list(read_rows(path))

@@ -168,3 +168,62 @@ def test_c14_a_file_that_fails_to_load_is_reported_with_its_line(tmp_path, text,
     path.write_text(text)
     with pytest.raises(ValueError, match=message.replace("PATH", str(path))):
         load_reward(f"{path}:h")
+
+
+# ---- found by use ----------------------------------------------------------------------------------------------------
+
+
+def test_a_reward_may_change_what_it_is_given():
+    def changes(prompts, completions, completion_ids, prompt_ids, answer, **kwargs):
+        for place, prompt in enumerate(prompts):
+            prompt.append("more")
+            completions[place][0]["content"] = "gone"
+            completion_ids[place].append(7)
+            prompt_ids[place].clear()
+        answer.clear()
+        return [1.0] * 2
+
+    prompts, completions = [message("p"), message("q")], [message("a"), message("b")]
+    ids, prompt_ids, columns = [[1], [2]], [[3], [4]], {"answer": [["x"], None]}
+    assert call_reward(changes, "r", prompts, completions, ids, columns, prompt_ids=prompt_ids) == [1.0, 1.0]
+    assert prompts == [message("p"), message("q")] and completions == [message("a"), message("b")]
+    assert (ids, prompt_ids, columns) == ([[1], [2]], [[3], [4]], {"answer": [["x"], None]})
+
+
+class OfAnotherLibrary:
+    """What a tensor of any library has."""
+
+    def __init__(self, values):
+        self.values, self.ndim = values, isinstance(values, list)
+
+    def item(self):
+        return self.values
+
+    tolist = item
+
+
+def test_tensors_count_as_numbers_and_lists():
+    assert call(lambda **kwargs: [OfAnotherLibrary(0.5), 1], ["a", "b"]) == [0.5, 1.0]
+    assert call(lambda **kwargs: OfAnotherLibrary([0.5, 2]), ["a", "b"]) == [0.5, 2.0]
+    with pytest.raises(ValueError, match="value 0 is nan"):
+        call(lambda **kwargs: [OfAnotherLibrary(float("nan")), 1], ["a", "b"])
+
+
+def test_a_missing_argument_says_what_there_is():
+    def positional(completions, answers, **kwargs):
+        return []
+
+    keywords = "; a reward is called by keyword, with prompts, completions, completion_ids, gold "
+    with pytest.raises(ValueError, match=f"positional argument: 'answers'{keywords}"):
+        call(positional, ["a"], {"gold": ["1"]})
+    with pytest.raises(ValueError, match=r"positional argument: 'answers' \("):  # a call of its own
+        call(lambda **kwargs: positional("a"), ["a"], {"gold": ["1"]})
+
+
+def test_a_class_is_no_reward(tmp_path):
+    (tmp_path / "mine.py").write_text("class Right:\n    def __call__(self, **kwargs): pass\nright = Right()\n")
+    with pytest.raises(ValueError, match=r"'Right' is a class: give an object of it, such as reward = Right\(…\)"):
+        load_reward(f"{tmp_path / 'mine.py'}:Right")
+    assert callable(load_reward(f"{tmp_path / 'mine.py'}:right"))
+    with pytest.raises(ValueError, match="'OfAnotherLibrary' is a class"):
+        load_reward(OfAnotherLibrary)

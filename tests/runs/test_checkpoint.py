@@ -101,7 +101,9 @@ def test_resume_from_checkpoint_may_be_a_checkpoint_a_run_or_latest(tmp_path, mo
     )
     with pytest.raises(ValueError, match="output_dir"):
         find_checkpoint("latest", None)
-    with pytest.raises(ValueError, match="neither a checkpoint nor a run folder"):
+    with pytest.raises(
+        ValueError, match="neither a checkpoint nor a run folder.*; leave the option out to begin a new run$"
+    ):
         find_checkpoint(tmp_path / "elsewhere", None)
 
 

@@ -7,12 +7,13 @@ import math
 import numpy as np
 import pytest
 
-from cukit import GRPOConfig
+from cukit import GRPOConfig, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
 from cukit.trainers.evaluation import pass_at_k, solved_metrics
 from cukit.trainers.evaluation_config import pass_at_k_values
+from cukit.trainers.ranks import merged
 from cukit.trainers.rollout import Samples
 
-from .conftest import logged
+from .conftest import FOLDER, logged
 
 
 @pytest.mark.parametrize("n", range(1, 9))
@@ -127,3 +128,15 @@ def test_answers_of_steps_that_run_again_are_deleted(make_grpo, rows):
     again = make_grpo(**options | dict(output_dir=str(folder), max_steps=2))
     again.train(resume_from_checkpoint=str(folder / "checkpoint-1"))
     assert (folder / "evaluations" / "step-2.jsonl").read_bytes() == step_2
+
+
+@pytest.mark.parametrize("method", ["sft", "reward"])
+def test_metrics_of_several_ranks_are_plain_numbers(tmp_path, method):
+    trainers = {"sft": (SFTTrainer, SFTConfig), "reward": (RewardTrainer, RewardConfig)}
+    rows = [{"prompt": "1+1=", "completion": "2", "chosen": "2", "rejected": "3"}] * 2
+    made, config = trainers[method]
+    args = config(output_dir=str(tmp_path / "run"), max_steps=1, per_device_train_batch_size=2)
+    trainer = made(model=str(FOLDER), args=args, train_dataset=rows, eval_dataset=rows)
+    trainer.ranks.add_up = lambda work, what: merged([work(), work()])
+    found = trainer.evaluate()
+    assert "eval/loss" in found and {type(value) for value in found.values()} == {float}

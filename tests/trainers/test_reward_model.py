@@ -13,7 +13,7 @@ from cukit.models.decoder import Decoder
 from cukit.models.scores import sequence_scores
 from cukit.models.weights import load_config, load_model, save_model
 from cukit.tokenizer import Tokenizer
-from cukit.trainers.reward_model import RewardModel, is_model_name
+from cukit.trainers.reward_model import RewardModel, is_model_name, reward_models
 
 from .conftest import FOLDER, logged, share_of_ones
 
@@ -239,3 +239,9 @@ def test_a_name_of_the_hub_is_one(hub, make_grpo, folder):
         expected_scores(place, [[5, 6, 7]]) for place in (trainer.reward_models["cukit/a-reward"].source, folder)
     )
     np.testing.assert_array_equal(ours, own)
+
+
+def test_what_is_no_reward_is_named():
+    assert reward_models("exact", None, [len, "boxed"]) == {}
+    with pytest.raises(ValueError, match=r"^rewards are names or functions, or a list of them, got 3$"):
+        reward_models(3)
