@@ -96,7 +96,7 @@ def write_run_config(folder: str | os.PathLike, config: dict, resume_step: int |
     """Write the resolved configuration to config.yaml, readable by --config.
 
     config.yaml says what runs now. A run resumed at `resume_step` with other options keeps the former file as
-    config.step-N.yaml: the options up to step N.
+    config.step-N.yaml, the options up to step N, and a line says which are others.
     """
     path = Path(folder) / "config.yaml"
     text = yaml.safe_dump(config, sort_keys=False, allow_unicode=True)
@@ -104,8 +104,11 @@ def write_run_config(folder: str | os.PathLike, config: dict, resume_step: int |
         before = path.read_text(encoding="utf-8")
         if before == text:
             return
-        if _without_place(before) != _without_place(text):
-            os.replace(path, free_name(path.with_name(f"config.step-{resume_step}.yaml")))
+        old, new = _without_place(before), _without_place(text)
+        if old != new:
+            kept = free_name(path.with_name(f"config.step-{resume_step}.yaml"))
+            os.replace(path, kept)
+            logger.info("other options from here on, the former ones are in %s: %s", kept.name, _changes(old, new))
     write_text(path, text)
 
 
@@ -116,6 +119,13 @@ def _without_place(text: str):
     except yaml.YAMLError:
         return None
     return {name: value for name, value in config.items() if name != "output_dir"} if isinstance(config, dict) else None
+
+
+def _changes(old: dict | None, new: dict | None) -> str:
+    """`name old -> new` of each option that differs; what is in one file alone is none in the other."""
+    before, now = ({} if options is None else options for options in (old, new))
+    pairs = ((name, before.get(name, "none"), now.get(name, "none")) for name in before | now)
+    return ", ".join(f"{name} {a!s:.60} -> {b!s:.60}" for name, a, b in pairs if a != b)
 
 
 # ---- one run a folder ------------------------------------------------------------------------------------------------

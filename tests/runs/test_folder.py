@@ -96,6 +96,22 @@ def test_c6_the_options_before_are_kept(tmp_path):
     assert rates == {"config.step-5.yaml": 2, "config.step-5-2.yaml": 3, "config.yaml": 4}
 
 
+def test_c6_a_resume_says_which_options_are_others(tmp_path, caplog):
+    caplog.set_level("INFO", "cukit.runs.folder")
+    first = {"data": "a.jsonl", "lr": 1, "seed": 3, "loss": "mine.py:loss", "output_dir": "a"}
+    write_run_config(tmp_path, first)
+    write_run_config(tmp_path, first | {"output_dir": "b"}, resume_step=5)
+    assert not caplog.messages
+    write_run_config(tmp_path, {"data": "b.jsonl", "lr": 1, "seed": 4, "beta": 0.1, "output_dir": "b"}, resume_step=5)
+    assert caplog.messages == [
+        "other options from here on, the former ones are in config.step-5.yaml: "
+        "data a.jsonl -> b.jsonl, seed 3 -> 4, loss mine.py:loss -> none, beta none -> 0.1"
+    ]
+    (tmp_path / "config.yaml").write_text("- 1")
+    write_run_config(tmp_path, {"seed": 4}, resume_step=6)
+    assert caplog.messages[1].endswith("config.step-6.yaml: seed none -> 4")
+
+
 def test_c8_a_small_file_is_whole_or_as_before(tmp_path, monkeypatch):
     write_text(tmp_path / "config.yaml", "before")
 
