@@ -99,10 +99,13 @@ class AdapterConfig:
 
 
 def chosen_targets(given: Any, where: str) -> tuple[str, ...]:
-    """Names of TARGETS, "all-linear" among them or alone, in the order of TARGETS; None: PEFT's default."""
+    """Names of TARGETS, also with commas between them, "all-linear" among them or alone, in the order of TARGETS; None:
+    PEFT's default.
+    """
     if given is None:
         return DEFAULT_TARGETS
-    names = {given} if isinstance(given, str) else set(given)
+    texts = [given] if isinstance(given, str) else given
+    names = {name.strip() for text in texts for name in str(text).split(",") if name.strip()}
     _require(names, f"{where} is empty: give {ALL_LINEAR} or some of {', '.join(TARGETS)}")
     if ALL_LINEAR in names:
         return TARGETS

@@ -30,7 +30,7 @@ Ids = list[int]
 
 def is_model_name(spec: Any) -> bool:
     """Whether a reward is given as a folder or a name of the hub (owner/name)."""
-    if not isinstance(spec, str) or is_reward_name(spec) or names_a_file(spec):
+    if not isinstance(spec, str) or not spec.strip() or is_reward_name(spec) or names_a_file(spec):
         return False
     return Path(spec).is_dir() or ("/" in spec and parse_name(spec) is not None)
 

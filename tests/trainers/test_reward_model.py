@@ -215,6 +215,7 @@ def test_what_is_no_reward_model_is_refused_in_one_line(make_grpo, tmp_path):
         (str(FOLDER), "is no classifier: its config.json says Qwen3ForCausalLM; make one by `cukit reward --model"),
         (str(tmp_path / "empty"), "holds no config.json"),
         ("no-such-reward", "unknown reward 'no-such-reward'"),
+        ("", "unknown reward ''"),
     ):
         with pytest.raises(ValueError) as error:
             make_grpo([share_of_ones, given])
