@@ -122,10 +122,12 @@ def _without_place(text: str):
 
 
 def _changes(old: dict | None, new: dict | None) -> str:
-    """`name old -> new` of each option that differs; what is in one file alone is none in the other."""
-    before, now = ({} if options is None else options for options in (old, new))
-    pairs = ((name, before.get(name, "none"), now.get(name, "none")) for name in before | now)
-    return ", ".join(f"{name} {a!s:.60} -> {b!s:.60}" for name, a, b in pairs if a != b)
+    """`name old -> new` of each option that differs, in characters that a terminal may get. None: it is not in the
+    file.
+    """
+    before, now = old or {}, new or {}
+    pairs = ((repr(str(name))[1:-1], before.get(name), now.get(name)) for name in before | now)
+    return ", ".join(f"{name} {a!r:.60} -> {b!r:.60}" for name, a, b in pairs if a != b)
 
 
 # ---- one run a folder ------------------------------------------------------------------------------------------------

@@ -105,11 +105,11 @@ def test_c6_a_resume_says_which_options_are_others(tmp_path, caplog):
     write_run_config(tmp_path, {"data": "b.jsonl", "lr": 1, "seed": 4, "beta": 0.1, "output_dir": "b"}, resume_step=5)
     assert caplog.messages == [
         "other options from here on, the former ones are in config.step-5.yaml: "
-        "data a.jsonl -> b.jsonl, seed 3 -> 4, loss mine.py:loss -> none, beta none -> 0.1"
+        "data 'a.jsonl' -> 'b.jsonl', seed 3 -> 4, loss 'mine.py:loss' -> None, beta None -> 0.1"
     ]
     (tmp_path / "config.yaml").write_text("- 1")
-    write_run_config(tmp_path, {"seed": 4}, resume_step=6)
-    assert caplog.messages[1].endswith("config.step-6.yaml: seed none -> 4")
+    write_run_config(tmp_path, {"seed": 4, "\x1b\ud83d": "\ud83d"}, resume_step=6)
+    assert caplog.messages[1].endswith(r"config.step-6.yaml: seed None -> 4, \x1b\ud83d None -> '\ud83d'")
 
 
 def test_c8_a_small_file_is_whole_or_as_before(tmp_path, monkeypatch):
