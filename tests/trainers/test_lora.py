@@ -320,11 +320,6 @@ def test_options_that_cannot_be(cls, options, message):
         cls(**options)
 
 
-@pytest.mark.parametrize("given", [["down_proj,q_proj"], "q_proj, down_proj", ["q_proj", "down_proj", ""]])
-def test_targets_may_have_commas(given):
-    assert SFTConfig(use_peft=True, lora_target_modules=given).lora.adapter(None).targets == ("q_proj", "down_proj")
-
-
 def test_trls_defaults_without_an_adapter_ask_for_nothing():
     args = SFTConfig(use_peft=False, lora_r=16, lora_alpha=32, lora_dropout=0.05, lora_target_modules=None)
     assert not args.use_peft

@@ -144,3 +144,8 @@ def test_a_class_in_place_of_pefts_configuration_is_refused():
         ValueError, match="must be a peft.LoraConfig or a dict of its fields, got <class '.*Namespace'>"
     ):
         with_peft(SFTConfig(), SimpleNamespace)
+
+
+@pytest.mark.parametrize("given", [["down_proj,q_proj"], "q_proj, down_proj", ["q_proj", "down_proj", ""]])
+def test_targets_may_have_commas(given):
+    assert SFTConfig(use_peft=True, lora_target_modules=given).lora.adapter(None).targets == ("q_proj", "down_proj")
