@@ -2,7 +2,10 @@
 tests/test_loader.py
 """
 
+import ctypes
 import shutil
+import struct
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -25,12 +28,26 @@ class RecordingKernel:
     """Stands for cupy.RawKernel."""
 
     shared_size_bytes = 128
+    kernel = SimpleNamespace(ptr=1234)
 
     def __init__(self):
-        self.launches, self.max_dynamic_shared_size_bytes = [], 0
+        self.max_dynamic_shared_size_bytes = 0
 
-    def kernel(self, *launch):
-        self.launches.append(launch)
+
+@pytest.fixture
+def launches(monkeypatch):
+    """What the driver is told: (function, grid, block, shared, bytes of the arguments) of each launch."""
+    found = []
+
+    def launch(function, gx, gy, gz, bx, by, bz, shared, stream, parameters, extra):
+        kind, buffer, size_kind, size, end = (ctypes.c_void_p * 5).from_address(extra)
+        assert (kind, size_kind, end, parameters) == (1, 2, None, 0)
+        nbytes = ctypes.c_size_t.from_address(size).value
+        found.append((function, (gx, gy, gz), (bx, by, bz), shared, ctypes.string_at(buffer, nbytes)))
+
+    monkeypatch.setattr(loader.driver, "launchKernel", launch)
+    monkeypatch.setattr(loader.cp.cuda, "get_current_stream", lambda: SimpleNamespace(ptr=0))
+    return found
 
 
 def kernel(name="first"):
@@ -47,23 +64,54 @@ def test_signatures_are_read_from_the_source():
     }
 
 
-def test_numbers_become_the_declared_type_and_none_a_null_pointer():
-    raw, first = kernel()
-    first(4, (32, 2), None, None, 7, 2**40, 0.1, 2**63)
-    ((grid, block, values, shared),) = raw.launches
-    assert (grid, block, shared) == ((4,), (32, 2), 0)
-    assert [type(v) for v in values] == [np.uint64, np.uint64, np.int32, np.int64, np.float32, np.uint64]
-    assert values[:5] == [0, 0, 7, 2**40, np.float32(0.1)] and values[5] == 2**63
+def test_arguments_lie_as_a_c_compiler_lays_them_out(launches):
+    kernel()[1](4, (32, 2), None, None, 7, 2**40, 0.1, 2**63)
+    ((function, grid, block, shared, arguments),) = launches
+    assert (function, grid, block, shared) == (1234, (4, 1, 1), (32, 2, 1), 0)
+    assert arguments == struct.pack("=QQi4xqf4xQ", 0, 0, 7, 2**40, 0.1, 2**63)
 
 
-def test_an_empty_grid_launches_nothing():
-    raw, first = kernel()
+def test_arguments_of_launches_within_one_another_do_not_mix(launches, monkeypatch):
+    """A thread, or a finalizer, may launch while another launch is under way."""
+    _, first = kernel()
+    launch = loader.driver.launchKernel
+
+    def launch_twice(*arguments):
+        monkeypatch.setattr(loader.driver, "launchKernel", launch)
+        first(1, 32, None, None, 2, 2, 2.0, 2)
+        launch(*arguments)
+
+    monkeypatch.setattr(loader.driver, "launchKernel", launch_twice)
+    first(1, 32, None, None, 1, 1, 1.0, 1)
+    assert [one[-1] for one in launches] == [struct.pack("=QQi4xqf4xQ", 0, 0, n, n, n, n) for n in (2, 1)]
+
+
+def test_a_thread_without_a_context_gets_one(monkeypatch, launches):
+    launch, contexts = loader.driver.launchKernel, []
+
+    class NoContext(Exception):
+        status = loader.INVALID_CONTEXT
+
+    def launch_with_a_context(*arguments):
+        if not contexts:
+            raise NoContext
+        launch(*arguments)
+
+    monkeypatch.setattr(loader.driver, "CUDADriverError", NoContext)
+    monkeypatch.setattr(loader.driver, "launchKernel", launch_with_a_context)
+    monkeypatch.setattr(loader.cp.cuda.runtime, "free", contexts.append)
+    kernel("third")[1](1, 32)
+    assert len(launches) == len(contexts) == 1
+
+
+def test_an_empty_grid_launches_nothing(launches):
+    _, first = kernel()
     first(0, 32, None, None, 0, 0, 0.0, 0)
     first((3, 0), 32, None, None, 0, 0, 0.0, 0)
-    assert not raw.launches
+    assert not launches
 
 
-def test_large_shared_memory_is_allowed_once():
+def test_large_shared_memory_is_allowed_once(launches):
     raw, first = kernel()
     first(1, 32, None, None, 0, 0, 0.0, 0, shared=48 * 1024 - 128)
     assert raw.max_dynamic_shared_size_bytes == 0
@@ -81,9 +129,10 @@ def test_large_shared_memory_is_allowed_once():
         ((np.zeros(3), None, 1, 1, 0.5, 1), TypeError, "wants a cupy array or None, got ndarray"),
     ],
 )
-def test_wrong_arguments_are_refused(arguments, error, words):
+def test_wrong_arguments_are_refused(launches, arguments, error, words):
     with pytest.raises(error, match=words):
         kernel()[1](1, 32, *arguments)
+    assert not launches
 
 
 def test_wrong_variants_are_refused():
@@ -169,15 +218,15 @@ def test_headers_of_both_cuda_versions_are_found(major, wheel, tmp_path):
 
 @pytest.mark.parametrize("version", ["12", "13", "12.9.1.4"])
 def test_the_cublas_that_cupy_loaded_is_found(version):
-    path = f"/home/me/my project/.venv/lib/python3.12/site-packages/nvidia/cu13/lib/libcublas.so.{version}"
+    path = f"/home/me/my project/.venv/lib/python3.12/site-packages/nvidia/cu13/lib/libcublasLt.so.{version}"
     maps = "\n".join(
         [
             "7f1c00000000-7f1c00021000 rw-p 00000000 00:00 0 ",
-            "7f1c10000000-7f1c18000000 r--p 00000000 fe:01 42                     /usr/lib/libcublasLt.so.12",
+            "7f1c10000000-7f1c18000000 r--p 00000000 fe:01 42                     /usr/lib/libcublas.so.12",
             f"7f1c20000000-7f1c26000000 r--p 00000000 fe:01 43                     {path}",
             f"7f1c26000000-7f1c26001000 r-xp 06000000 fe:01 43                     {path}",
         ]
     )
     assert cublas.mapped_library(maps) == path
-    with pytest.raises(RuntimeError, match="loaded no libcublas.so"):
+    with pytest.raises(RuntimeError, match="loaded no libcublasLt.so"):
         cublas.mapped_library(maps.replace(path, "/usr/lib/libcudart.so.12"))

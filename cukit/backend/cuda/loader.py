@@ -5,14 +5,17 @@ drives one card. CUKIT_LOG=1 writes each launch to stderr before it happens. CUK
 that an error names its kernel.
 """
 
+import ctypes
 import logging
 import os
 import re
+import struct
 import sys
 from operator import index
 
 import cupy as cp
 import numpy as np
+from cupy_backends.cuda.api import driver
 from cupy_backends.cuda.libs import nvrtc
 
 from . import compile as compiler
@@ -38,7 +41,8 @@ C_TYPES = {
     "unsigned long long": "uint64",
 }
 SHARED_LIMIT = 48 * 1024  # static and dynamic together; a kernel must be told before it may take more
-NULL = np.uint64(0)  # CuPy would pass None as a missing argument instead of a null pointer
+INVALID_CONTEXT = 201
+ARGUMENT_BYTES = 1024  # room for the arguments of any kernel here
 
 _modules: dict[tuple, "Module"] = {}
 
@@ -146,23 +150,35 @@ class Kernel:
         self.name = name
         self.raw = raw  # cupy.RawKernel: attributes such as num_regs
         self.parameters = parameters
-        self._launch = raw.kernel
-        self._converters = tuple(_converter(name, parameter, types) for parameter in parameters)
+        self._function = raw.kernel.ptr
+        self._types = [_number_type(name, parameter, types) for parameter in parameters]
+        self._arrays = [
+            (place, _array_type(name, parameter, types))
+            for place, parameter in enumerate(parameters)
+            if parameter.pointer
+        ]
+        layout = struct.Struct("Q" + "".join("Q" if dtype is None else dtype.char for dtype in self._types))
+        self._pack, self._size = layout.pack_into, layout.size - 8
         self._shared_limit = SHARED_LIMIT - raw.shared_size_bytes
 
     def __call__(self, grid, block, *args, shared=0):
-        if len(args) != len(self._converters):
+        if len(args) != len(self.parameters):
             raise TypeError(
-                f"{self.name} takes {len(self._converters)} arguments "
+                f"{self.name} takes {len(self.parameters)} arguments "
                 f"({', '.join(str(p) for p in self.parameters)}), got {len(args)}"
             )
-        if type(grid) is not tuple:
-            grid = (grid,)
-        if 0 in grid:
-            return  # nothing to do: CuPy would launch one block
-        if type(block) is not tuple:
-            block = (block,)
-        values = [convert(value) for convert, value in zip(self._converters, args)]
+        x, y, z = (*grid, 1, 1)[:3] if type(grid) is tuple else (grid, 1, 1)
+        if not (x and y and z):
+            return  # nothing to do, which the driver would refuse
+        values = list(args)
+        for place, dtype in self._arrays:
+            value = values[place]
+            if value is None:
+                values[place] = 0
+            elif type(value) is cp.ndarray and value._c_contiguous and (dtype is None or value.dtype is dtype):
+                values[place] = value.data.ptr
+            else:
+                values[place] = self._address(place, value, dtype)
         if shared > self._shared_limit:
             self.raw.max_dynamic_shared_size_bytes = shared
             self._shared_limit = shared
@@ -172,9 +188,42 @@ class Kernel:
                 file=sys.stderr,
                 flush=True,
             )
-        self._launch(grid, block, values, shared)
+        memory = _unused.pop() if _unused else _ArgumentMemory()
+        try:
+            self._pack(memory.buffer, 0, self._size, *values)
+        except struct.error:
+            self._refuse(args)
+            raise
+        block = (*block, 1, 1)[:3] if type(block) is tuple else (block, 1, 1)
+        launch = self._function, x, y, z, *block, shared, cp.cuda.get_current_stream().ptr, 0, memory.extra
+        try:
+            driver.launchKernel(*launch)
+        except driver.CUDADriverError as error:
+            if error.status != INVALID_CONTEXT:
+                raise
+            cp.cuda.runtime.free(0)  # the first call of a thread: it gets the device's context
+            driver.launchKernel(*launch)
+        _unused.append(memory)
         if CHECK:
             self._wait()
+
+    def _address(self, place, value, dtype):
+        what = f"{self.name}: argument {self.parameters[place]}"
+        if type(value) is not cp.ndarray:
+            raise TypeError(f"{what} wants a cupy array or None, got {type(value).__name__}")
+        if dtype is not None and value.dtype != dtype:
+            raise TypeError(f"{what} wants {dtype}, got {value.dtype} of shape {value.shape}")
+        if not value._c_contiguous:
+            raise ValueError(
+                f"{what} must be C-contiguous, got shape {value.shape} with strides {value.strides}: copy it first"
+            )
+        return value.data.ptr
+
+    def _refuse(self, args):
+        """What NumPy says of a number that does not fit its type."""
+        for dtype, value in zip(self._types, args, strict=True):
+            if dtype is not None:
+                dtype.type(value if dtype.kind == "f" else index(value))
 
     def _describe(self, args):
         return ", ".join(
@@ -190,6 +239,22 @@ class Kernel:
             stream.synchronize()
         except Exception as error:
             raise RuntimeError(f"{self.name} failed: {error}") from error
+
+
+class _ArgumentMemory:
+    """From where the driver copies the arguments of a launch: their number of bytes, then the arguments as a C compiler
+    lays them out.
+    """
+
+    def __init__(self):
+        self.buffer = ctypes.create_string_buffer(ARGUMENT_BYTES)
+        start = ctypes.addressof(self.buffer)
+        # CU_LAUNCH_PARAM_BUFFER_POINTER, _BUFFER_SIZE, _END
+        self._extra = (ctypes.c_void_p * 5)(1, start + 8, 2, start, 0)
+        self.extra = ctypes.addressof(self._extra)
+
+
+_unused: list[_ArgumentMemory] = []  # not one for all: threads launch side by side
 
 
 # ---- signatures ----
@@ -244,50 +309,22 @@ def _parse_parameter(text):
     return Parameter(" ".join(match.group(1).split()), bool(match.group(2)), match.group(3))
 
 
-def _converter(kernel, parameter, types):
-    """A function from what a caller passes to what CuPy launches with."""
+def _number_type(kernel, parameter, types):
+    """The dtype that a number becomes, None for a pointer."""
+    if parameter.pointer:
+        return None
     ctype = types.get(parameter.ctype, parameter.ctype)
-    if not parameter.pointer:
-        if ctype not in C_TYPES or ctype.startswith("__"):
-            raise TypeError(
-                f"{kernel}: parameter {parameter} has a type that the loader does not know: {', '.join(C_TYPES)}"
-            )
-        return _number_converter(np.dtype(C_TYPES[ctype]))
-    dtype = None if ctype == "void" else _dtype(C_TYPES.get(ctype), kernel, parameter)
-    what = f"{kernel}: argument {parameter}"
-
-    def convert(value):
-        if value is None:
-            return NULL
-        if type(value) is not cp.ndarray:
-            raise TypeError(f"{what} wants a cupy array or None, got {type(value).__name__}")
-        if value.dtype != dtype and dtype is not None:
-            raise TypeError(f"{what} wants {dtype}, got {value.dtype} of shape {value.shape}")
-        if not value._c_contiguous:
-            raise ValueError(
-                f"{what} must be C-contiguous, got shape {value.shape} with strides {value.strides}: copy it first"
-            )
-        return value
-
-    return convert
+    if ctype not in C_TYPES or ctype.startswith("__"):
+        raise TypeError(
+            f"{kernel}: parameter {parameter} has a type that the loader does not know: {', '.join(C_TYPES)}"
+        )
+    return np.dtype(C_TYPES[ctype])
 
 
-def _number_converter(dtype):
-    """Python number -> NumPy scalar of `dtype`, remembered: making one costs more than looking it up, and sizes come
-    again and again.
-    """
-    kind, known = dtype.type, {}
-
-    def convert(value):
-        found = known.get(value)
-        if found is None:
-            # index refuses 2.7; NumPy refuses what does not fit
-            found = kind(value if dtype.kind == "f" else index(value))
-            if len(known) < 4096:
-                known[value] = found
-        return found
-
-    return convert
+def _array_type(kernel, parameter, types):
+    """The dtype of the array that a pointer wants, None for void*."""
+    ctype = types.get(parameter.ctype, parameter.ctype)
+    return None if ctype == "void" else _dtype(C_TYPES.get(ctype), kernel, parameter)
 
 
 def _dtype(name, kernel, parameter):
