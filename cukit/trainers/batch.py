@@ -133,13 +133,15 @@ class PackedBatch:
     def micro_batches(self, index: int, max_tokens: int, share: Callable | None = None) -> list[Rows]:
         """The rows of optimizer batch `index` in passes of at most max_tokens tokens (a longer row stands alone).
 
-        Rows with a gradient come first, as they were built; those without run apart from them. share(lengths) ->
-        (first, last + 1): which of some rows are this rank's.
+        Rows with a gradient run apart from those without; of the two the one with more tokens comes first, so that the
+        host is ahead when it comes to small passes. share(lengths) -> (first, last + 1): which of some rows are this
+        rank's.
         """
         found = []
         first, last = self.slices[index : index + 2].tolist()
         middle = last if self.has_gradient is None else first + int(self.has_gradient[first:last].sum())
-        for start, stop, has_gradient in ((first, middle, True), (middle, last, False)):
+        kinds = (first, middle, True), (middle, last, False)
+        for start, stop, has_gradient in sorted(kinds, key=lambda kind: -self.lengths[kind[0] : kind[1]].sum()):
             if share is not None:
                 own = share(self.lengths[start:stop])
                 start, stop = start + own[0], start + own[1]

@@ -131,10 +131,19 @@ def test_micro_batches_keep_rows_without_a_gradient_apart(rng):
     assert not batch.micro_batches(1, 30) and batch.num_slices == 3
     for index, (first, middle, last) in ((0, (0, 2, 4)), (2, (4, 8, 9))):
         parts = batch.micro_batches(index, 30)
-        assert [row for part in parts for row in range(part.first, part.last)] == list(range(first, last))
+        in_order = sorted(parts, key=lambda part: part.first)
+        assert [row for part in in_order for row in range(part.first, part.last)] == list(range(first, last))
         for part in parts:
             assert part.has_gradient == (part.last <= middle) and (part.has_gradient or part.first >= middle)
             assert len(part) == 1 or sum(map(len, sequences[part.first : part.last])) <= 30
+
+
+@pytest.mark.parametrize("learning, kinds", [(1, [False, True]), (2, [True, False]), (3, [True, False])])
+def test_of_rows_with_a_gradient_and_without_those_with_more_tokens_run_first(learning, kinds):
+    batch = PackedBatch.build([[7] * 10] * 4, np.ones(40, bool), has_gradient=np.arange(4) < learning)
+    parts = batch.to(backend_for("cpu")).micro_batches(0, 100)
+    assert [part.has_gradient for part in parts] == kinds
+    assert sorted((part.first, part.last) for part in parts) == [(0, learning), (learning, 4)]
 
 
 def test_a_conversation_with_holes_is_a_row(tokenizer, make_model):
