@@ -213,16 +213,23 @@ def record(data, inputs, rule, remade=()):
     no array. remade: a Remade for each output, from the first on, that need not be kept inside remaking(True); the rule
     gives what is wanted of them.
     """
-    arrays = data if isinstance(data, tuple) else (data,)
-    outputs = tuple(Tensor(array) for array in arrays)
-    if _tape.on and any(x is not None and x.requires_grad for x in inputs):
+    several = isinstance(data, tuple)
+    outputs = tuple(map(Tensor, data)) if several else (Tensor(data),)
+    if _tape.on and _some_requires_grad(inputs):
         node = _Node(inputs, rule, len(outputs))
         for index, out in enumerate(outputs):
             out.requires_grad, out._node, out._index = True, node, index
         if _tape.remakes:
             for out, one in zip(outputs, remade):
                 out._saved = one
-    return outputs if isinstance(data, tuple) else outputs[0]
+    return outputs if several else outputs[0]
+
+
+def _some_requires_grad(inputs) -> bool:
+    for x in inputs:  # any() of a generator takes three times as long, and every op asks
+        if x is not None and x.requires_grad:
+            return True
+    return False
 
 
 def on_the_way_back(x: Tensor, function) -> Tensor:

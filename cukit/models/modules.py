@@ -59,25 +59,26 @@ class Module:
         return {name: slice(None)}
 
 
+class _Thread(threading.local):
+    products: "Products | None" = None  # those in use in this thread
+
+
+_thread = _Thread()
+
+
 class Products(ABC):
     """What may take the place of linear layers' products: `with products:` does so in this thread."""
-
-    _active = threading.local()
 
     @abstractmethod
     def __call__(self, linear: "Linear", x: Tensor) -> Tensor | None:
         """The layer's output (T, O) of x (T, I), None for a layer whose product stays."""
 
     def __enter__(self):
-        Products._active.products = self
+        _thread.products = self
         return self
 
     def __exit__(self, *_):
-        Products._active.products = None
-
-    @classmethod
-    def in_use(cls) -> "Products | None":
-        return getattr(cls._active, "products", None)
+        _thread.products = None
 
 
 class Linear(Module):
@@ -95,7 +96,7 @@ class Linear(Module):
         self.adapter = None
 
     def __call__(self, x):
-        if (products := Products.in_use()) is not None and (y := products(self, x)) is not None:
+        if (products := _thread.products) is not None and (y := products(self, x)) is not None:
             return y
         adapter = adapter_at(self)
         return self.plain(x) if adapter is None else adapter(x, self)

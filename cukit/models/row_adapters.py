@@ -13,13 +13,18 @@ from typing import Any
 
 from ..autograd import Tensor
 
-_thread = threading.local()
+
+class _Thread(threading.local):
+    rows: Any = None  # what choosing() says in this thread
+
+
+_thread = _Thread()
 
 
 @contextmanager
 def choosing(rows: Any) -> Iterator[None]:
     """Inside, this thread's forward passes have these adapters: AllRows, RowsInOrder or RowsByOwner."""
-    before, _thread.rows = getattr(_thread, "rows", None), rows
+    before, _thread.rows = _thread.rows, rows
     try:
         yield
     finally:
@@ -28,8 +33,7 @@ def choosing(rows: Any) -> Iterator[None]:
 
 def adapter_at(layer: Any) -> Callable | None:
     """What computes a layer in place of its plain product, f(x, layer); None: nothing does."""
-    rows = getattr(_thread, "rows", None)
-    if rows is not None:
+    if (rows := _thread.rows) is not None:
         return rows.at(layer)
     own = layer.adapter
     return own if own is not None and own.on else None

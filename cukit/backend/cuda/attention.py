@@ -3,6 +3,7 @@
 kernels/attention.cuh says how keys are reduced; decoding reduces them in the same way.
 """
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -30,6 +31,7 @@ class _Geometry(NamedTuple):
     key_gradient_shared: int
 
 
+@functools.cache
 def _kernels(family, dtype, head_dim, **defines) -> tuple[Module, _Geometry]:
     """A family's kernels for head_dim, and their geometry."""
     module = load(family, dtype, HEAD_DIM=head_dim, **defines)
