@@ -1,6 +1,4 @@
-"""AdamW over a store of weights: float32 master weights, lean states, gradient clipping, loss scaling for float16;
-learning-rate schedules.
-"""
+"""AdamW over a store of weights: float32 master weights, lean states, gradient clipping, loss scaling for float16."""
 
 from __future__ import annotations
 
@@ -12,7 +10,7 @@ import numpy as np
 
 from .autograd import Parameter
 from .backend.dtypes import DTYPES
-from .backend.states import BLOCK, MOMENT_BYTES, blocks_of, decode_blocks, encode_blocks, join_master, split_master
+from .backend.states import MOMENT_BYTES, Update, blocks_of, decode_blocks, encode_blocks, join_master, split_master
 from .models.store import PIECES, Bucket, Slot, Store
 
 GROWTH_INTERVAL = 400  # finite steps after which the loss scale of float16 doubles (Precision-RL's value)
@@ -58,16 +56,13 @@ class _State:
         be = self.bucket.backend
         return be.to_numpy(array).astype(dtype) if self.offload else be.array(array, dtype)
 
-    def update(self, arrays: dict[str, Any], part: slice, *settings) -> None:
-        """One update of these elements. arrays: the state's own, on the device (in_turn). settings: what adamw_step
-        takes after the weights, but for the offset.
-        """
-        bucket, blocks = self.bucket, slice(part.start // BLOCK, blocks_of(part.stop))
-        weights, gradient = bucket.data[part], bucket.grad[part]
-        own = {name: array[blocks if name.endswith("exponents") else part] for name, array in arrays.items()}
-        master = own.pop("master", weights)
-        step = bucket.backend.adamw_step if len(own) == 2 else bucket.backend.adamw_step_blocks
-        step(master, *own.values(), gradient, weights, *settings, bucket.origin + part.start)
+    def update(self, arrays: dict[str, Any], part: slice, weight_decay: float, seed: int) -> Update:
+        """The update of these elements. arrays: the state's own, on the device (in_turn)."""
+        bucket = self.bucket
+        exponents = arrays.get("exp_avg.exponents"), arrays.get("exp_avg_sq.exponents")
+        weights, moments = bucket.data, (arrays["exp_avg"], arrays["exp_avg_sq"])
+        own = arrays.get("master", weights), *moments, bucket.grad, weights
+        return Update(*own, part, weight_decay, seed, bucket.origin, *exponents)
 
     def flat(self, kind: str):
         """An array of the bucket's layout as a checkpoint holds it: the state's own where it is one, else a host copy;
@@ -209,11 +204,15 @@ class AdamW:
         """
         if not any(parameter.slot.has_gradient for parameter in self.parameters):
             return 0.0, False
+        lr = self.lr if lr is None else lr
+        # while the device is busy with the backward pass, for which the norm waits
+        ready = None if self.offload else self._steps(self.store.buckets, lr)
         norm = self._grad_norm()
         finite = math.isfinite(norm)
         if finite:
             clip = min(1.0, self.max_grad_norm / (norm + 1e-6)) if self.max_grad_norm > 0 else 1.0
-            self._update(self.lr if lr is None else lr, clip / self.loss_scale)
+            self.step_count += 1
+            self._update_buckets(self.store.buckets, lr, clip / self.loss_scale, ready)
         else:
             self.skipped += 1
         self._adapt_loss_scale(finite)
@@ -264,21 +263,29 @@ class AdamW:
         grads = [bucket.grad for bucket in self.store.buckets if bucket.grad is not None]
         return math.sqrt(be.sum_in_order(be.sums_of_squares(grads, PIECES))) / self.loss_scale
 
-    def _update(self, lr: float, grad_scale: float):
-        self.step_count += 1
-        self._update_buckets(self.store.buckets, lr, grad_scale)
-
-    def _update_buckets(self, buckets: list[Bucket], lr: float, grad_scale: float):
-        found = [(bucket, runs) for bucket in buckets if (runs := self._runs(bucket))]
-        turns = in_turn([self._state(bucket) for bucket, _ in found])
-        for bucket, runs in found:
-            arrays, index = next(turns), self.store.buckets.index(bucket)  # zip() would hold those of the turn before
-            for decays, part in runs:
-                decay, key = self.weight_decay if decays else 0.0, (self.seed + index * BUCKET_KEY) % 2**64
-                settings = lr, *self.betas, self.eps, decay, self.step_count, grad_scale, key
-                self._state(bucket).update(arrays, part, *settings)
-            del arrays
+    def _update_buckets(self, buckets: list[Bucket], lr: float, grad_scale: float, ready: Any = None):
+        """ready: what _steps() gave for these buckets."""
+        settings = *self.betas, self.eps, self.step_count, grad_scale
+        if not self.offload:
+            (ready or self._steps(buckets, lr))(*settings)
+            return
+        found = [bucket for bucket in buckets if self._runs(bucket)]
+        turns = in_turn([self._state(bucket) for bucket in found])
+        for bucket in found:
+            self._steps([bucket], lr, next(turns))(*settings)  # zip() would hold the arrays of the turn before
         next(turns, None)  # what was updated last goes back
+
+    def _steps(self, buckets: list[Bucket], lr: float, arrays: dict[str, Any] | None = None) -> Any:
+        """The update of these buckets, ready to be made. arrays: of the one bucket's state, on the device; None: the
+        states' own.
+        """
+        updates, places = [], {bucket: place for place, bucket in enumerate(self.store.buckets)}
+        for bucket in buckets:
+            if runs := self._runs(bucket):
+                state, seed = self._state(bucket), (self.seed + places[bucket] * BUCKET_KEY) % 2**64
+                own = state.arrays if arrays is None else arrays
+                updates += [state.update(own, part, self.weight_decay * decays, seed) for decays, part in runs]
+        return self.store.backend.AdamWSteps(updates, lr)
 
     def _runs(self, bucket: Bucket) -> list[tuple[bool, slice]]:
         """(whether they decay, elements of the bucket's state) of what this optimizer updates."""
@@ -375,25 +382,3 @@ def _check_shape(name, array, shape):
             f"optimizer state {name} has shape {tuple(array.shape)}, this model needs {tuple(shape)}: "
             "resume with the model that the checkpoint was made from"
         )
-
-
-def learning_rate_factor(schedule: str, step: int, num_steps: int, warmup_steps: int = 0) -> float:
-    """What the peak learning rate is multiplied with in update `step` (from 0) of `num_steps`.
-
-    Shapes as in transformers (constant, constant_with_warmup, linear, cosine), except that warm-up is (step + 1) /
-    warmup_steps: their first update has a learning rate of 0 and is lost.
-    """
-    if schedule == "constant":
-        return 1.0
-    if step < warmup_steps:
-        return (step + 1) / warmup_steps
-    progress = min((step - warmup_steps) / max(1, num_steps - warmup_steps), 1.0)
-    if schedule == "constant_with_warmup":
-        return 1.0
-    if schedule == "linear":
-        return 1.0 - progress
-    if schedule == "cosine":
-        return 0.5 * (1.0 + math.cos(math.pi * progress))
-    raise ValueError(
-        f"lr_scheduler_type {schedule!r} is not known: choose constant, constant_with_warmup, linear or cosine"
-    )

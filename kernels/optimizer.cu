@@ -1,4 +1,4 @@
-// AdamW in place on n elements, the rounding of weights, and sums of squares.
+// AdamW in place on many arrays, the rounding of weights, and sums of squares.
 //   adamw_step: m, v and grad are float32. The weights are float32 (master alone), float32 with param = master rounded
 //     to SCALAR, or param = bf16 with its remainder, which together are the float32 master. Four elements a thread.
 //   adamw_step_bf16: m and v in bf16, rounded stochastically. Four elements a thread.
@@ -20,7 +20,7 @@
 constexpr int BLOCK_VECTOR = STATE_BLOCK / WARP;  // codes of a lane
 
 struct Settings {
-    float keep, step_size, one_minus_beta1, beta2, one_minus_beta2, root_correction, eps, grad_scale;
+    float step_size, one_minus_beta1, beta2, one_minus_beta2, root_correction, eps, grad_scale;
 };
 
 // ---- elements first … first + N - 1 of n; `whole`: all are there, and every array is aligned ----
@@ -130,34 +130,58 @@ __device__ __forceinline__ void store_masters(const Weights& to, const float (&w
 
 // ---- the update ----
 
+// Arrays of n elements that lie side by side, in a table on the device. seed, offset: of the noise of their first
+// element; exponents: of blocks of codes.
+struct Part {
+    Weights weights;
+    void *m, *v;
+    unsigned char *m_exponents, *v_exponents;
+    const float* grad;
+    long long n, offset;
+    unsigned long long seed;
+    float keep;  // 1 - lr * weight_decay
+};
+
+// The part whose blocks this one is among, and its number there. begins: the first block of each part.
+__device__ __forceinline__ Part find_part(const Part* parts, const int* begins, int count, int& block) {
+    int found = -1;
+    for (int first = 0; first < count; first += WARP) {
+        const int i = first + lane();
+        found += __popc(__ballot_sync(FULL_MASK, i < count && begins[i] <= (int)blockIdx.x));
+    }
+    block = blockIdx.x - begins[found];
+    return parts[found];
+}
+
 // The order of the roundings is the NumPy shelf's.
-__device__ __forceinline__ void update(float& master, float& m, float& v, float grad, const Settings& s) {
+__device__ __forceinline__ void update(float& master, float& m, float& v, float grad, float keep, const Settings& s) {
     const float g = grad * s.grad_scale;
     m += (g - m) * s.one_minus_beta1;
     v = v * s.beta2 + s.one_minus_beta2 * g * g;
-    master = master * s.keep - s.step_size * m / (sqrtf(v) / s.root_correction + s.eps);
+    master = master * keep - s.step_size * m / (sqrtf(v) / s.root_correction + s.eps);
 }
 
-// keep = 1 - lr * weight_decay; step_size = lr / (1 - beta1^step); root_correction = sqrt(1 - beta2^step).
+// step_size = lr / (1 - beta1^step); root_correction = sqrt(1 - beta2^step).
 extern "C" __global__ void __launch_bounds__(STEP_THREADS)
-adamw_step(float* master, short* remainder, SCALAR* param, float* m, float* v, const float* grad, long long n,
-           float keep, float step_size, float one_minus_beta1, float beta2, float one_minus_beta2,
-           float root_correction, float eps, float grad_scale) {
-    const Settings settings = {keep, step_size, one_minus_beta1, beta2, one_minus_beta2, root_correction, eps,
-                               grad_scale};
-    const Weights weights = {master, remainder, param};
-    const long long first = (blockIdx.x * (long long)STEP_THREADS + threadIdx.x) * STEP_VECTOR;
+adamw_step(const void* parts, const int* begins, int count, float step_size, float one_minus_beta1, float beta2,
+           float one_minus_beta2, float root_correction, float eps, float grad_scale) {
+    const Settings settings = {step_size, one_minus_beta1, beta2, one_minus_beta2, root_correction, eps, grad_scale};
+    int block;
+    const Part part = find_part((const Part*)parts, begins, count, block);
+    float *const m = (float*)part.m, *const v = (float*)part.v;
+    const long long n = part.n, first = (block * (long long)STEP_THREADS + threadIdx.x) * STEP_VECTOR;
     if (first >= n) return;
-    const bool whole = first + STEP_VECTOR <= n && weights.aligned() && aligned16(m) && aligned16(v) && aligned16(grad);
+    const bool whole =
+        first + STEP_VECTOR <= n && part.weights.aligned() && aligned16(m) && aligned16(v) && aligned16(part.grad);
     float w[STEP_VECTOR], g[STEP_VECTOR];
     Vec<float, STEP_VECTOR> mean, square;
-    load_masters(w, weights, first, n, whole);
+    load_masters(w, part.weights, first, n, whole);
     load_part(mean.v, m, first, n, whole);
     load_part(square.v, v, first, n, whole);
-    load_part(g, grad, first, n, whole);
+    load_part(g, part.grad, first, n, whole);
 #pragma unroll
-    for (int i = 0; i < STEP_VECTOR; i++) update(w[i], mean[i], square[i], g[i], settings);
-    store_masters(weights, w, first, n, whole);
+    for (int i = 0; i < STEP_VECTOR; i++) update(w[i], mean[i], square[i], g[i], part.keep, settings);
+    store_masters(part.weights, w, first, n, whole);
     store_part(m, mean, first, n, whole);
     store_part(v, square, first, n, whole);
 }
@@ -192,33 +216,32 @@ __device__ __forceinline__ __nv_bfloat16 stochastic_bfloat16(float x, unsigned n
     return __ushort_as_bfloat16((unsigned short)high);
 }
 
-// As adamw_step; offset: of element 0 in what the noise is counted over.
 extern "C" __global__ void __launch_bounds__(STEP_THREADS)
-adamw_step_bf16(float* master, short* remainder, SCALAR* param, __nv_bfloat16* m, __nv_bfloat16* v, const float* grad,
-                long long n, float keep, float step_size, float one_minus_beta1, float beta2, float one_minus_beta2,
-                float root_correction, float eps, float grad_scale, unsigned long long seed, unsigned step,
-                long long offset) {
-    const Settings settings = {keep, step_size, one_minus_beta1, beta2, one_minus_beta2, root_correction, eps,
-                               grad_scale};
-    const Weights weights = {master, remainder, param};
-    const long long first = (blockIdx.x * (long long)STEP_THREADS + threadIdx.x) * STEP_VECTOR;
+adamw_step_bf16(const void* parts, const int* begins, int count, unsigned step, float step_size, float one_minus_beta1,
+                float beta2, float one_minus_beta2, float root_correction, float eps, float grad_scale) {
+    const Settings settings = {step_size, one_minus_beta1, beta2, one_minus_beta2, root_correction, eps, grad_scale};
+    int block;
+    const Part part = find_part((const Part*)parts, begins, count, block);
+    __nv_bfloat16 *const m = (__nv_bfloat16*)part.m, *const v = (__nv_bfloat16*)part.v;
+    const long long n = part.n, first = (block * (long long)STEP_THREADS + threadIdx.x) * STEP_VECTOR;
     if (first >= n) return;
-    const bool whole = first + STEP_VECTOR <= n && weights.aligned() && aligned16(m) && aligned16(v) && aligned16(grad);
+    const bool whole =
+        first + STEP_VECTOR <= n && part.weights.aligned() && aligned16(m) && aligned16(v) && aligned16(part.grad);
     float w[STEP_VECTOR], mean[STEP_VECTOR], square[STEP_VECTOR], g[STEP_VECTOR];
     Vec<__nv_bfloat16, STEP_VECTOR> lean_mean, lean_square;
-    load_masters(w, weights, first, n, whole);
+    load_masters(w, part.weights, first, n, whole);
     load_part(mean, m, first, n, whole);
     load_part(square, v, first, n, whole);
-    load_part(g, grad, first, n, whole);
+    load_part(g, part.grad, first, n, whole);
     unsigned noise[STEP_VECTOR];
-    draw(noise, seed, step, offset + first);
+    draw(noise, part.seed, step, part.offset + first);
 #pragma unroll
     for (int i = 0; i < STEP_VECTOR; i++) {
-        update(w[i], mean[i], square[i], g[i], settings);
+        update(w[i], mean[i], square[i], g[i], part.keep, settings);
         lean_mean[i] = stochastic_bfloat16(mean[i], noise[i] & 0xffffu);
         lean_square[i] = stochastic_bfloat16(square[i], noise[i] >> 16);
     }
-    store_masters(weights, w, first, n, whole);
+    store_masters(part.weights, w, first, n, whole);
     store_part(m, lean_mean, first, n, whole);
     store_part(v, lean_square, first, n, whole);
 }
@@ -284,33 +307,33 @@ __device__ __forceinline__ void store_codes(unsigned char* codes, unsigned char*
     if (lane() == 0) *exponent = (unsigned char)top;
 }
 
-// As adamw_step; m, v: codes, with an exponent for each STATE_BLOCK of them. A warp a block; what lies past n is 0.
+// m, v: codes, with an exponent for each STATE_BLOCK of them. A warp a block of codes; what lies past n is 0.
 extern "C" __global__ void __launch_bounds__(STEP_THREADS)
-adamw_step_blocks(float* master, short* remainder, SCALAR* param, unsigned char* m, unsigned char* v,
-                  unsigned char* m_exponents, unsigned char* v_exponents, const float* grad, long long n, float keep,
-                  float step_size, float one_minus_beta1, float beta2, float one_minus_beta2, float root_correction,
-                  float eps, float grad_scale, unsigned long long seed, unsigned step, long long offset) {
-    const Settings settings = {keep, step_size, one_minus_beta1, beta2, one_minus_beta2, root_correction, eps,
-                               grad_scale};
-    const Weights weights = {master, remainder, param};
-    const long long block = blockIdx.x * (long long)(STEP_THREADS / WARP) + warp_index();
+adamw_step_blocks(const void* parts, const int* begins, int count, unsigned step, float step_size,
+                  float one_minus_beta1, float beta2, float one_minus_beta2, float root_correction, float eps,
+                  float grad_scale) {
+    const Settings settings = {step_size, one_minus_beta1, beta2, one_minus_beta2, root_correction, eps, grad_scale};
+    int of_threads;
+    const Part part = find_part((const Part*)parts, begins, count, of_threads);
+    unsigned char *const m = (unsigned char*)part.m, *const v = (unsigned char*)part.v;
+    const long long n = part.n, block = of_threads * (long long)(STEP_THREADS / WARP) + warp_index();
     if (block * STATE_BLOCK >= n) return;  // the whole warp
     const long long first = block * STATE_BLOCK + lane() * BLOCK_VECTOR;
     const bool whole =
-        first + BLOCK_VECTOR <= n && weights.aligned() && aligned16(m) && aligned16(v) && aligned16(grad);
+        first + BLOCK_VECTOR <= n && part.weights.aligned() && aligned16(m) && aligned16(v) && aligned16(part.grad);
     float w[BLOCK_VECTOR], mean[BLOCK_VECTOR], square[BLOCK_VECTOR], g[BLOCK_VECTOR];
-    load_masters(w, weights, first, n, whole);
-    load_codes<4>(mean, m, m_exponents[block], first, n, whole);
-    load_codes<5>(square, v, v_exponents[block], first, n, whole);
-    load_part(g, grad, first, n, whole);
+    load_masters(w, part.weights, first, n, whole);
+    load_codes<4>(mean, m, part.m_exponents[block], first, n, whole);
+    load_codes<5>(square, v, part.v_exponents[block], first, n, whole);
+    load_part(g, part.grad, first, n, whole);
 #pragma unroll
-    for (int i = 0; i < BLOCK_VECTOR; i++) update(w[i], mean[i], square[i], g[i], settings);
-    store_masters(weights, w, first, n, whole);
+    for (int i = 0; i < BLOCK_VECTOR; i++) update(w[i], mean[i], square[i], g[i], part.keep, settings);
+    store_masters(part.weights, w, first, n, whole);
     unsigned noise[BLOCK_VECTOR];
-    draw(noise, seed, step, offset + first);
+    draw(noise, part.seed, step, part.offset + first);
     __syncwarp();  // every lane has read the exponents
-    store_codes<4>(m, m_exponents + block, mean, noise, 0, first, n, whole);
-    store_codes<5>(v, v_exponents + block, square, noise, 16, first, n, whole);
+    store_codes<4>(m, part.m_exponents + block, mean, noise, 0, first, n, whole);
+    store_codes<5>(v, part.v_exponents + block, square, noise, 16, first, n, whole);
 }
 
 // ---- rounding and sums ----

@@ -66,7 +66,7 @@ CONTRACT = {
         "rms_norm_forward",
         "sum_add_rms_norm_forward",
     ),
-    "optimizer": ("adamw_step", "adamw_step_blocks", "store_weights", "sum_in_order", "sums_of_squares"),
+    "optimizer": ("AdamWSteps", "adamw_step", "adamw_step_blocks", "store_weights", "sum_in_order", "sums_of_squares"),
     "paged_attention": (
         "copy_blocks",
         "paged_decode_attention",

@@ -15,6 +15,8 @@ Rounding is stochastic: 16 bits of noise decide, in proportion to what is cut of
 second moment by a thousandth, far less than half a code; to the nearest, it would never change again.
 """
 
+from typing import Any, NamedTuple
+
 import ml_dtypes
 import numpy as np
 
@@ -25,6 +27,30 @@ MASTER_LIMIT = np.uint32(0x7F7F7FFF)  # the bits of 3.3961e38
 NEAREST = 0x8000  # the noise that rounds to the nearest code, halves up
 LOWEST_EXPONENT = 34  # so that no code is below float32's normal numbers
 FRACTION_BITS = 3
+
+
+class Update(NamedTuple):
+    """What AdamWSteps changes: the elements `part` of flat arrays of one size, which adamw_step describes; with
+    exponents, adamw_step_blocks, and `part` begins with a block. origin: where the arrays begin in what the noise is
+    counted over.
+    """
+
+    master: Any
+    m: Any
+    v: Any
+    grad: Any
+    param: Any
+    part: slice
+    weight_decay: float
+    seed: int = 0
+    origin: int = 0
+    m_exponents: Any = None
+    v_exponents: Any = None
+
+    @property
+    def blocks(self) -> slice:
+        """Those of `part`."""
+        return slice(self.part.start // BLOCK, blocks_of(self.part.stop))
 
 
 def bfloat16_bits(values):

@@ -17,7 +17,7 @@ import numpy as np
 from ..autograd import Tensor
 from ..datasets.sampler import EpochSampler
 from ..models.decoder import Decoder
-from ..optim import AdamW, learning_rate_factor
+from ..optim import AdamW
 from ..options import say_once
 from ..runs.metrics import Timer
 from .config import TrainerConfig
@@ -25,6 +25,7 @@ from .gradient_sums import GradientSums
 from .in_backward import UpdateInBackward
 from .loss import compute_and_backward
 from .ranks import Ranks
+from .schedule import learning_rate_factor
 from .state import POLICY, TrainedModel
 
 if TYPE_CHECKING:

@@ -83,8 +83,8 @@ class ShardedAdamW(AdamW):
         own = [(decays, self._shards[bucket].own(elements)) for decays, elements in super()._runs(bucket)]
         return [(decays, part) for decays, part in own if part.start < part.stop]
 
-    def _update_buckets(self, buckets: list[Bucket], lr: float, grad_scale: float) -> None:
-        super()._update_buckets(buckets, lr, grad_scale)
+    def _update_buckets(self, buckets: list[Bucket], lr: float, grad_scale: float, ready: Any = None) -> None:
+        super()._update_buckets(buckets, lr, grad_scale, ready)
         for bucket in buckets:
             if super()._runs(bucket) and bucket.own is None:
                 self._group.all_gather(bucket.data, what="weights")

@@ -109,6 +109,28 @@ def test_lean_steps_have_numpys_bits(dtype, weights, form, size):
                 assert cuda.to_numpy(got).tobytes() == expected.tobytes(), (index, step, offset)
 
 
+def test_many_arrays_are_stepped_at_once():
+    """75 parts of 25 arrays, of all forms together: NumPy's bits in the parts, and nothing changed beside them."""
+    cuda, cpu, rng = backend_for("cuda"), backend_for("cpu"), np.random.default_rng(0)
+    kept, updates = [], {cpu: [], cuda: []}
+    for number in range(25):
+        form, (dtype, weights) = LEAN[number % 3], WEIGHTS[number % 4]
+        pair, moments, grad = lean_state(int(rng.integers(3, 12)) * 1024, cpu.dtype_of(dtype), weights, form)
+        cuts = np.sort(rng.choice(np.arange(1, grad.size // 256), 3, replace=False)) * 256
+        device = on_card(pair[:1]) + (on_card(pair[1:]) if pair[1] is not pair[0] else []), on_card(moments)
+        for be, (own, rest), gradient in ((cpu, (pair, moments), grad), (cuda, device, cuda.array(grad))):
+            for start, stop, decay in zip((0, cuts[0], cuts[2]), (cuts[0], cuts[1], grad.size), (0.0, 0.1, 0.0)):
+                part = slice(int(start), int(stop))
+                arrays = own[0], *rest[:2], gradient, own[-1]
+                updates[be].append(states.Update(*arrays, part, decay, number, 512 * number, *rest[2:]))
+        kept.append(([*device[0], *device[1]], [*pair[: len(device[0])], *moments]))
+    for be in (cpu, cuda):
+        be.AdamWSteps(updates[be], 1e-3)(0.9, 0.95, 1e-8, 3, 0.37)
+    for number, (got, expected) in enumerate(kept):
+        for index, (one, other) in enumerate(zip(got, expected, strict=True)):
+            assert cuda.to_numpy(one).tobytes() == other.tobytes(), (number, index)
+
+
 @pytest.mark.parametrize("form", LEAN)
 def test_unaligned_lean_states_are_stepped_in_place(form):
     cuda, cpu = backend_for("cuda"), backend_for("cpu")

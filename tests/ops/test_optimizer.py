@@ -12,7 +12,8 @@ from cukit.backend import backend_for
 from cukit.backend.numpy import optimizer as shelf
 from cukit.models.store import Store
 from cukit.models.weights import load_model
-from cukit.optim import GROWTH_INTERVAL, AdamW, learning_rate_factor
+from cukit.optim import GROWTH_INTERVAL, AdamW
+from cukit.trainers.schedule import learning_rate_factor
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 HYPER = dict(lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, max_grad_norm=1.0)

@@ -5,14 +5,21 @@ import math
 import cupy as cp
 import numpy as np
 
+from ..states import Update
 from .constants import source_constant
 from .device import empty, to_numpy
 from .loader import load
 
+FLOAT, SHORT = np.dtype(np.float32), np.dtype(np.int16)
 STEP_THREADS, SUM_THREADS = source_constant("optimizer", "STEP_THREADS"), source_constant("optimizer", "SUM_THREADS")
 STEP_ELEMENTS = source_constant("optimizer", "STEP_VECTOR") * STEP_THREADS  # of a block
 STATE_BLOCK = source_constant("optimizer", "STATE_BLOCK")
-STEP_BLOCKS = STEP_THREADS // 32  # blocks of codes of a block of threads: one a warp
+# dtype of the moments -> kernel, elements of a block of threads; of codes a warp does a block
+KERNELS = {
+    "float32": ("adamw_step", STEP_ELEMENTS),
+    "bfloat16": ("adamw_step_bf16", STEP_ELEMENTS),
+    "uint8": ("adamw_step_blocks", STEP_THREADS // 32 * STATE_BLOCK),
+}
 SUM_PIECES = SUM_THREADS // 32  # of a block
 
 
@@ -24,13 +31,9 @@ def adamw_step(master, m, v, grad, param, lr, beta1, beta2, eps, weight_decay, s
     / (sqrt(v/(1−β2^step)) + eps)). step counts from 1. grad is float32; master float32, or the int16 remainder of a
     bfloat16 param; m and v float32, or bfloat16 with the noise of (seed, step, offset + i) that the NumPy shelf names.
     """
-    assert master.size == m.size == v.size == grad.size == param.size, "one size for all"
-    lean = m.dtype != np.float32
-    kernel = getattr(load("optimizer", param.dtype), "adamw_step_bf16" if lean else "adamw_step")
-    settings = _settings(lr, beta1, beta2, eps, weight_decay, step, grad_scale)
-    noise = (seed, step, offset) if lean else ()
-    blocks = -(-master.size // STEP_ELEMENTS)
-    kernel(blocks, STEP_THREADS, *_weights(master, param), m, v, grad, master.size, *settings, *noise)
+    whole = slice(0, master.size)
+    update = Update(master, m, v, grad, param, whole, weight_decay, seed, offset)
+    AdamWSteps([update], lr)(beta1, beta2, eps, step, grad_scale)
 
 
 def adamw_step_blocks(
@@ -54,37 +57,53 @@ def adamw_step_blocks(
     """adamw_step with m and v as codes of 8 bits (uint8) under an exponent (uint8) of each block, as ../states.py says;
     rounded stochastically by the same noise. offset is a multiple of the block.
     """
+    whole, exponents = slice(0, master.size), (m_exponents, v_exponents)
+    update = Update(master, m, v, grad, param, whole, weight_decay, seed, offset, *exponents)
+    AdamWSteps([update], lr)(beta1, beta2, eps, step, grad_scale)
+
+
+class AdamWSteps:
+    """adamw_step or adamw_step_blocks of each of some states.Update, made by a call: one launch for each dtype of param
+    and form of moments. What the host has to do for it is done before the call.
+    """
+
+    def __init__(self, updates, lr):
+        self._lr, self._launches = lr, []
+        kinds: dict[tuple, list] = {}
+        for one in updates:
+            kinds.setdefault((one.param.dtype, KERNELS[one.m.dtype.name]), []).append(one)
+        keeps = {decay: np.float32(1 - lr * decay).view(np.uint32) for decay in {one.weight_decay for one in updates}}
+        for (dtype, (kernel, elements)), found in kinds.items():
+            parts = np.array([_part(one, keeps[one.weight_decay]) for one in found], np.uint64)
+            blocks = [-(-(one.part.stop - one.part.start) // elements) for one in found]
+            begins = np.cumsum([0, *blocks[:-1]], dtype=np.int32)
+            table = cp.asarray(np.concatenate([parts.reshape(-1).view(np.int32), begins]))
+            launch = getattr(load("optimizer", dtype), kernel), sum(blocks), table, len(found), kernel != "adamw_step"
+            self._launches.append(launch)
+
+    def __call__(self, beta1, beta2, eps, step, grad_scale):
+        root_correction, step_size = math.sqrt(1 - beta2**step), self._lr / (1 - beta1**step)
+        settings = step_size, 1 - beta1, beta2, 1 - beta2, root_correction, eps, grad_scale
+        for kernel, blocks, table, count, has_noise in self._launches:
+            counted = (step,) if has_noise else ()
+            kernel(blocks, STEP_THREADS, table, table[-count:], count, *counted, *settings)
+
+
+def _part(one, keep) -> tuple:
+    """An Update as struct Part of optimizer.cu. keep: its float's bits."""
+    master, m, v, grad, param, (start, stop) = *one[:5], (one.part.start, one.part.stop)
     assert master.size == m.size == v.size == grad.size == param.size, "one size for all"
-    blocks = -(-master.size // STATE_BLOCK)
-    assert m_exponents.size == v_exponents.size == blocks and offset % STATE_BLOCK == 0, "a block belongs to one update"
-    load("optimizer", param.dtype).adamw_step_blocks(
-        -(-blocks // STEP_BLOCKS),
-        STEP_THREADS,
-        *_weights(master, param),
-        m,
-        v,
-        m_exponents,
-        v_exponents,
-        grad,
-        master.size,
-        *_settings(lr, beta1, beta2, eps, weight_decay, step, grad_scale),
-        seed,
-        step,
-        offset,
-    )
-
-
-def _weights(master, param):
-    """master, remainder and param as the kernels take them; None: there is none."""
-    if master.dtype == np.int16:
-        return None, master, param
-    return master, None, None if param is master else param
-
-
-def _settings(lr, beta1, beta2, eps, weight_decay, step, grad_scale):
-    root_correction = math.sqrt(1 - beta2**step)
-    step_size = lr / (1 - beta1**step)
-    return 1 - lr * weight_decay, step_size, 1 - beta1, beta2, 1 - beta2, root_correction, eps, grad_scale
+    assert master._c_contiguous and m._c_contiguous and v._c_contiguous and grad._c_contiguous and param._c_contiguous
+    assert m.dtype == v.dtype and grad.dtype == FLOAT and (master.dtype == FLOAT or master.dtype == SHORT)
+    offset, block, exponents = one.origin + start, start // STATE_BLOCK, (0, 0)
+    if one.m_exponents is not None:
+        assert offset % STATE_BLOCK == start % STATE_BLOCK == 0, "a block belongs to one update"
+        exponents = one.m_exponents.data.ptr + block, one.v_exponents.data.ptr + block
+    first = master.data.ptr + start * master.itemsize
+    weights = (0, first) if master.itemsize == 2 else (first, 0)
+    own = 0 if param is master else param.data.ptr + start * param.itemsize
+    moments = m.data.ptr + start * m.itemsize, v.data.ptr + start * v.itemsize
+    return *weights, own, *moments, *exponents, grad.data.ptr + 4 * start, stop - start, offset, one.seed, keep
 
 
 def store_weights(out, values):

@@ -92,6 +92,24 @@ def adamw_step_blocks(
             _store_masters(master[part], param[part], w)
 
 
+class AdamWSteps:
+    """adamw_step or adamw_step_blocks of each of some states.Update, made by a call."""
+
+    def __init__(self, updates, lr):
+        self._updates, self._lr = list(updates), lr
+
+    def __call__(self, beta1, beta2, eps, step, grad_scale):
+        for one in self._updates:
+            w, same, offset = one.master[one.part], one.param is one.master, one.origin + one.part.start
+            own = w, one.m[one.part], one.v[one.part]
+            rest = one.grad[one.part], w if same else one.param[one.part], self._lr, beta1, beta2, eps
+            rest += one.weight_decay, step, grad_scale, one.seed, offset
+            if one.m_exponents is None:
+                adamw_step(*own, *rest)
+            else:
+                adamw_step_blocks(*own, one.m_exponents[one.blocks], one.v_exponents[one.blocks], *rest)
+
+
 def _update(w, first, second, grad, lr, beta1, beta2, eps, weight_decay, step, grad_scale):
     """The update of adamw_step in place."""
     step_size, root_correction = lr / (1 - beta1**step), math.sqrt(1 - beta2**step)
