@@ -8,8 +8,6 @@ What was drawn stays on the device, too: the step after the one in flight takes 
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 
 from ..autograd import Tensor, no_grad
@@ -41,7 +39,8 @@ class ModelRunner:
         self._memory = self.backend.Reservation(
             self.num_blocks * block_bytes(model.own_config, dtype, config.block_size)
         )
-        self.kv = _cache_arrays(self._memory, model.own_config, dtype, self.num_blocks, self.block_size)
+        self._caches = _cache_arrays(self._memory, model.own_config, dtype, self.num_blocks, self.block_size)
+        self.kv = list(zip(self._caches[::2], self._caches[1::2], strict=True))
         self._precise = self.backend.accumulator(model.dtype)
         self._wide = None  # copies of the weights as they were at the first step after weights_changed()
         self._quantization, self._quantized = config.quantization, None  # these stay, and are made anew in place
@@ -119,8 +118,8 @@ class ModelRunner:
 
     def _copy_blocks(self, step: Step) -> None:
         if step.copies:
-            source, target = np.array(step.copies, np.int32).T
-            self.backend.copy_blocks(self.kv, self.backend.array(source), self.backend.array(target))
+            pairs = np.ascontiguousarray(np.array(step.copies, np.int64).T)
+            self.backend.copy_blocks(self._caches, *self.backend.array(pairs))
 
     def _weights(self):
         """Within it the forward pass may use copies of the weights."""
@@ -247,12 +246,10 @@ class ModelRunner:
         return banned, penalty, seen
 
 
-def _cache_arrays(memory, config, dtype, num_blocks: int, block_size: int) -> list[tuple]:
-    """For each layer K and V of (num_blocks, block_size, K, D), side by side in `memory`."""
+def _cache_arrays(memory, config, dtype, num_blocks: int, block_size: int):
+    """(2 · layers, num_blocks, block_size, K, D): a layer's keys, its values, the next layer's keys, …"""
     shape = (num_blocks, block_size, config.num_key_value_heads, config.head_dim)
-    nbytes = math.prod(shape) * dtype.itemsize
-    arrays = [memory.array(index * nbytes, shape, dtype) for index in range(2 * config.num_hidden_layers)]
-    return list(zip(arrays[::2], arrays[1::2], strict=True))
+    return memory.array(0, (2 * config.num_hidden_layers, *shape), dtype)
 
 
 def _decode_logits(model, kv, inputs, max_context_len: int):
