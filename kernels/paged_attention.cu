@@ -49,27 +49,25 @@ store_kv(void* k_cache, void* v_cache, const SCALAR* qkv, const long long* slot_
     store_cached(to, load_vec<WIDTH>(from));
 }
 
-// staging (2, n, block_elements) = the blocks `blocks` (n) int64 of both caches, or the reverse. Grid (vectors / 256,
-// n, 2), one thread an 8-byte vector.
+// staging (caches, n, block_elements) = the blocks `blocks` (n) int64 of caches of cache_elements each, or the reverse.
+// Grid (vectors / 256, n, caches), one thread an 8-byte vector.
 extern "C" __global__ void __launch_bounds__(256)
-gather_blocks(SCALAR* staging, const SCALAR* k_cache, const SCALAR* v_cache, const long long* blocks,
-              long long block_elements) {
+gather_blocks(SCALAR* staging, const SCALAR* caches, const long long* blocks, long long block_elements,
+              long long cache_elements) {
     constexpr int WIDTH = 8 / sizeof(SCALAR);
     const long long at = (blockIdx.x * 256ll + threadIdx.x) * WIDTH;
     if (at >= block_elements) return;
-    const SCALAR* cache = blockIdx.z ? v_cache : k_cache;
     store_vec(staging + ((long long)blockIdx.z * gridDim.y + blockIdx.y) * block_elements + at,
-              load_vec<WIDTH>(cache + blocks[blockIdx.y] * block_elements + at));
+              load_vec<WIDTH>(caches + blockIdx.z * cache_elements + blocks[blockIdx.y] * block_elements + at));
 }
 
 extern "C" __global__ void __launch_bounds__(256)
-scatter_blocks(SCALAR* k_cache, SCALAR* v_cache, const SCALAR* staging, const long long* blocks,
-               long long block_elements) {
+scatter_blocks(SCALAR* caches, const SCALAR* staging, const long long* blocks, long long block_elements,
+               long long cache_elements) {
     constexpr int WIDTH = 8 / sizeof(SCALAR);
     const long long at = (blockIdx.x * 256ll + threadIdx.x) * WIDTH;
     if (at >= block_elements) return;
-    SCALAR* cache = blockIdx.z ? v_cache : k_cache;
-    store_vec(cache + blocks[blockIdx.y] * block_elements + at,
+    store_vec(caches + blockIdx.z * cache_elements + blocks[blockIdx.y] * block_elements + at,
               load_vec<WIDTH>(staging + ((long long)blockIdx.z * gridDim.y + blockIdx.y) * block_elements + at));
 }
 

@@ -64,7 +64,7 @@ class EngineConfig(Options):
     gpu_memory_utilization: float = option(
         0.9, "share of the device's whole memory that this process may use in all: weights, training states, KV cache"
     )
-    enforce_eager: bool = option(False, "decode without CUDA graphs")
+    enforce_eager: bool = option(False, "decode, and compute short prompts, without CUDA graphs")
     async_scheduling: bool = option(
         True, "launch a decode step before the results of the one before it are on the host (cuda)"
     )

@@ -3,9 +3,30 @@
 from __future__ import annotations
 
 import contextlib
+import math
+from collections.abc import Iterable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+
+
+def layout(fields: Iterable[tuple[str, Any, tuple[int, ...]]]) -> tuple[list, int]:
+    """Where arrays (name, dtype, shape) lie in one block of bytes, so that one copy takes all of them: (what views()
+    takes, bytes). The widest dtypes come first, so that each is aligned.
+    """
+    places, end = [], 0
+    for name, dtype, shape in fields:
+        start, end = end, end + math.prod(shape) * np.dtype(dtype).itemsize
+        places.append((name, dtype, shape, start, end))
+    return places, end
+
+
+def views(block: Any, places: list) -> SimpleNamespace:
+    """The arrays in `block` (n) uint8, of the host or of the device."""
+    return SimpleNamespace(
+        **{name: block[start:end].view(dtype).reshape(shape) for name, dtype, shape, start, end in places}
+    )
 
 
 class Outbox:

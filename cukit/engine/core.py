@@ -79,7 +79,7 @@ class EngineCore:
         self.rows = Rows(model.backend, precise, rows, longest, config.block_size, vocab_size)
         self.scheduler = Scheduler(self.blocks, self.rows, config.max_num_batched_tokens, config.max_loras)
         self.adapters = RequestAdapters(model, config)
-        self.runner = ModelRunner(model, self.rows, config, self.vocab_size, self.adapters)
+        self.runner = ModelRunner(model, self.rows, config, self.vocab_size, self.adapters, self.plan.step_bytes)
         self._runs_ahead = config.async_scheduling and model.backend.is_asynchronous
         self._flight: Results | None = None  # of a step that was launched and not looked at
         self.requests: dict[int, Request] = {}  # the unfinished ones

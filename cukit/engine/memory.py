@@ -21,6 +21,7 @@ from .config import EngineConfig
 from .shapes import (
     CONTEXT_BYTES,
     HEAD_ROWS,
+    STEPS,
     WORKSPACE_BYTES,
     Item,
     ModelUse,
@@ -76,6 +77,11 @@ class Plan:
         """Bytes in "rollout" or "training", with what lasts."""
         found = sum(item.nbytes for item in self.items if item.phase in ("always", phase))
         return found + (0 if phase == "training" and self.sleeps_cache else self.kv_bytes)
+
+    @property
+    def step_bytes(self) -> int:
+        """The temporary memory that captured steps share."""
+        return sum(item.nbytes for item in self.items if item.name == STEPS)
 
     @property
     def phases(self) -> list[str]:

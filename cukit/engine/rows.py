@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from .adapters import number_of
-from .copies import Outbox
+from .copies import Outbox, layout, views
 from .request import Sequence
 
 # Name -> dtype of one entry a row; float stands for the model's accumulator. The widest first, so that each is aligned.
@@ -54,10 +54,11 @@ class Rows:
         self._adapters: Counter[Any] = Counter()  # those of the rows, None for the base -> how many rows have it
         self.adapters: tuple = ()  # those of the rows, by their numbers; None, the base, first
         padded = backend.row_bucket(capacity)
-        layout, nbytes = _layout(self._precise, padded)
+        kinds = {name: self._precise if dtype is float else np.dtype(dtype) for name, dtype in FIELDS.items()}
+        places, nbytes = layout((name, dtype, (padded,)) for name, dtype in kinds.items())
         self._host_bytes, self._device_bytes = np.zeros(nbytes, np.uint8), backend.empty((nbytes,), np.uint8)
         self._inputs = Outbox(backend, nbytes, np.uint8)
-        self.host, self.device = _views(self._host_bytes, layout), _views(self._device_bytes, layout)
+        self.host, self.device = views(self._host_bytes, places), views(self._device_bytes, places)
         for name, value in UNUSED.items():
             getattr(self.host, name)[:] = value
         self._counted = [getattr(self.host, name) for name in COUNTED]
@@ -338,17 +339,3 @@ class Rows:
         self._entries.send(self._device_entries[: 3 * count], rows + columns + blocks)
         entries = (self._device_entries[part * count : (part + 1) * count] for part in range(3))
         self._backend.update_block_tables(self.block_tables, *entries)
-
-
-def _layout(precise: np.dtype, rows: int) -> tuple[list, int]:
-    """([(name, dtype, first byte, end)], bytes in all)."""
-    layout, end = [], 0
-    for name, dtype in FIELDS.items():
-        dtype = precise if dtype is float else np.dtype(dtype)
-        start, end = end, end + dtype.itemsize * rows
-        layout.append((name, dtype, start, end))
-    return layout, end
-
-
-def _views(buffer, layout: list) -> SimpleNamespace:
-    return SimpleNamespace(**{name: buffer[start:stop].view(dtype) for name, dtype, start, stop in layout})

@@ -1,26 +1,24 @@
 """Runs a scheduled step: makes its arrays, calls the model, draws tokens.
 
 The rows' inputs stand ready in one buffer (rows.py). So a decode step is one copy, one forward pass and one draw; a
-device with graphs replays it as one launch. The spans of prompts take one more packed pass.
+device with graphs replays it as one launch. The spans of prompts take one more packed pass (prefill.py).
 
 What was drawn stays on the device, too: the step after the one in flight takes its tokens from there.
 """
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 
-from ..autograd import Tensor, no_grad
+from ..autograd import no_grad
 from ..models.adapters import weights_in_use
-from ..models.attend import PagedDecode, PagedPrefill
+from ..models.attend import PagedDecode
 from ..models.quantized import QuantizedWeights
 from ..models.row_adapters import choosing
-from .adapters import RequestAdapters, by_owner, in_order, number_of
+from .adapters import RequestAdapters, by_owner, number_of
 from .config import EngineConfig
 from .copies import Inbox, Results
-from .request import SEED_MASK
+from .prefill import Drawn, Prefill
 from .rows import SAMPLING, Rows
 from .scheduler import Span, Step
 from .shapes import CHUNK_KEYS, block_bytes, cache_dtype
@@ -31,7 +29,16 @@ MOST_STEPS = 1024  # kept ready; a CPU, which rounds nothing up, meets more shap
 class ModelRunner:
     """Holds the KV cache and computes steps of `rows`."""
 
-    def __init__(self, model, rows: Rows, config: EngineConfig, vocab_size: int, adapters: RequestAdapters):
+    def __init__(
+        self,
+        model,
+        rows: Rows,
+        config: EngineConfig,
+        vocab_size: int,
+        adapters: RequestAdapters,
+        step_bytes: int,
+    ):
+        """step_bytes: the temporary memory that captured steps share."""
         self._adapters, self._takes_adapters = adapters, config.enable_lora
         self.model, self.backend, self.rows, self.vocab_size = model, model.backend, rows, vocab_size
         self.num_blocks, self.block_size = config.num_kv_blocks, config.block_size
@@ -41,13 +48,16 @@ class ModelRunner:
         self._memory = self.backend.Reservation(
             self.num_blocks * block_bytes(model.own_config, dtype, config.block_size)
         )
-        self.kv = _cache_arrays(self._memory, model.own_config, dtype, self.num_blocks, self.block_size)
+        self._caches = _cache_arrays(self._memory, model.own_config, dtype, self.num_blocks, self.block_size)
+        self.kv = list(zip(self._caches[::2], self._caches[1::2], strict=True))
         self._precise = self.backend.accumulator(model.dtype)
         self._wide = None  # copies of the weights as they were at the first step after weights_changed()
         self._quantization, self._quantized = config.quantization, None  # these stay, and are made anew in place
         self._steps: dict[tuple, tuple] = {}  # (rows, longest context, adapters) -> (device views, the step)
-        self._graphs = self.backend.Graphs()
+        self._graphs = self.backend.Graphs(step_bytes)
         self._inbox = Inbox(self.backend, self.backend.row_bucket(rows.capacity), np.int32, self._precise)
+        given = self._precise, self.block_size, vocab_size, rows.capacity
+        self._prefill = Prefill(model, self.kv, *given, None if self.enforce_eager else self._graphs)
 
     @property
     def cache_bytes(self) -> int:
@@ -86,14 +96,18 @@ class ModelRunner:
         if flight is None:
             self._require_awake()
             self._copy_blocks(step)
-        drawn = []
-        if step.spans:
-            with no_grad(), self._weights():
-                drawn = self._prefill(step.spans)
+        drawn = self._launch_spans(step.spans) if step.spans else None
+        found = [] if drawn is None else drawn.on_host()
         if flight is None:
-            return None, drawn
+            return None, found
         tokens, logprobs = flight.on_host()
-        return (tokens[: step.num_rows], logprobs[: step.num_rows]), drawn
+        return (tokens[: step.num_rows], logprobs[: step.num_rows]), found
+
+    def _launch_spans(self, spans: list[Span]) -> Drawn:
+        spans = sorted(spans, key=lambda span: number_of(span.sequence.request.adapter))
+        self.load_adapters([span.sequence.request.adapter for span in spans])
+        with no_grad(), self._weights():
+            return self._prefill.launch(spans)
 
     def launch(self, step: Step, before: Results | None = None) -> Results:
         """Begin to compute the rows of a step; returns its tokens and logprobs, (num_rows or more,) each, which the
@@ -119,8 +133,8 @@ class ModelRunner:
 
     def _copy_blocks(self, step: Step) -> None:
         if step.copies:
-            source, target = np.array(step.copies, np.int32).T
-            self.backend.copy_blocks(self.kv, self.backend.array(source), self.backend.array(target))
+            pairs = np.ascontiguousarray(np.array(step.copies, np.int64).T)
+            self.backend.copy_blocks(self._caches, *self.backend.array(pairs))
 
     def _weights(self):
         """Within it the forward pass may use copies of the weights."""
@@ -180,79 +194,11 @@ class ModelRunner:
 
         return device, step if self.enforce_eager else self._graphs.graphed(step)
 
-    # ---- spans ----
 
-    def _prefill(self, spans: list[Span]) -> list[tuple[Span, np.ndarray, np.ndarray]]:
-        be, spans = self.backend, sorted(spans, key=lambda span: number_of(span.sequence.request.adapter))
-        adapters = [span.sequence.request.adapter for span in spans]
-        self.load_adapters(adapters)
-        starts, counts = (np.array([getattr(span, name) for span in spans], np.int32) for name in ("first", "count"))
-        ends = starts + counts
-        borders = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
-        positions = np.arange(borders[-1], dtype=np.int32) - np.repeat(borders[:-1] - starts, counts)
-        tokens = np.concatenate([span.sequence.ids[span.first : span.first + span.count] for span in spans])
-        block_indices, offsets = np.divmod(positions, self.block_size)
-        tables = np.zeros((len(spans), int(block_indices.max()) + 1), np.int32)
-        for table, span in zip(tables, spans, strict=True):
-            blocks = span.sequence.block_table[: len(table)]
-            table[: len(blocks)] = blocks
-        slots = tables[np.repeat(np.arange(len(spans)), counts), block_indices].astype(np.int64)
-        slots = slots * self.block_size + offsets
-        filling = be.row_bucket(len(tokens)) - len(tokens)
-        tokens, positions = np.pad(tokens, (0, filling)), np.pad(positions, (0, filling))
-        slots = np.pad(slots, (0, filling), constant_values=-1)
-        attend = PagedPrefill(self.kv, be.array(tables), be.array(borders), be.array(ends), be.array(slots))
-        with choosing(in_order(adapters, borders)):
-            hidden = self.model.forward(be.array(tokens), be.array(positions), attend)
-        drawing = [(span, int(border) - 1) for span, border in zip(spans, borders[1:], strict=True) if span.draws]
-        return self._draw(hidden, *zip(*drawing, strict=True)) if drawing else []
-
-    def _draw(self, hidden, spans: tuple[Span], last_rows: tuple[int]) -> list[tuple[Span, np.ndarray, np.ndarray]]:
-        """Draw span.draws tokens after the last row of each span; draw j has the seed of sample j from the first on."""
-        be, draws = self.backend, np.array([span.draws for span in spans])
-        logits = self.model.logits(Tensor(hidden.data[be.array(np.repeat(np.array(last_rows), draws))])).data
-        params = [span.sequence.request.params for span in spans]
-
-        def repeated(values, dtype):
-            return be.array(np.repeat(np.array(values, dtype), draws))
-
-        dtypes = (self._precise, np.int32, self._precise, self._precise)
-        settings = [
-            repeated([getattr(one, name) for one in params], dtype)
-            for name, dtype in zip(SAMPLING, dtypes, strict=True)
-        ]
-        seeds = [(span.sequence.seed + j) & SEED_MASK for span in spans for j in range(span.draws)]
-        settings += [be.array(np.array(seeds, np.uint64)), repeated([len(s.sequence.ids) for s in spans], np.int64)]
-        drawn = be.sample(logits, *settings, self.vocab_size, *self._bans_and_penalties(spans, draws))
-        tokens, logprobs = map(be.to_numpy, drawn)
-        ends = np.cumsum(draws)
-        parts = zip(spans, np.split(tokens, ends[:-1]), np.split(logprobs, ends[:-1]), strict=True)
-        return list(parts)
-
-    def _bans_and_penalties(self, spans: tuple[Span], draws: np.ndarray) -> tuple:
-        """(banned (N, S), repetition_penalty (N,), seen (N, V)) of N draws, None where no span needs it."""
-        be, banned, penalty, seen = self.backend, None, None, None
-        sequences = [span.sequence for span in spans]
-        early = [seq.num_generated < seq.request.params.min_tokens for seq in sequences]
-        if any(early):
-            ids = [sorted(seq.request.stop_ids) if is_early else [] for seq, is_early in zip(sequences, early)]
-            rows = [one + [-1] * (max(map(len, ids)) - len(one)) for one in ids]
-            banned = be.array(np.repeat(np.array(rows, np.int32), draws, axis=0))
-        penalties = np.array([seq.request.params.repetition_penalty for seq in sequences], self._precise)
-        if (penalties != 1).any():
-            rows = np.zeros((len(spans), self.model.config.vocab_size), bool)
-            for row, seq in zip(rows, sequences, strict=True):
-                row[seq.ids] = seq.request.params.repetition_penalty != 1
-            penalty, seen = be.array(np.repeat(penalties, draws)), be.array(np.repeat(rows, draws, axis=0))
-        return banned, penalty, seen
-
-
-def _cache_arrays(memory, config, dtype, num_blocks: int, block_size: int) -> list[tuple]:
-    """For each layer K and V of (num_blocks, block_size, K, D), side by side in `memory`."""
+def _cache_arrays(memory, config, dtype, num_blocks: int, block_size: int):
+    """(2 · layers, num_blocks, block_size, K, D): a layer's keys, its values, the next layer's keys, …"""
     shape = (num_blocks, block_size, config.num_key_value_heads, config.head_dim)
-    nbytes = math.prod(shape) * dtype.itemsize
-    arrays = [memory.array(index * nbytes, shape, dtype) for index in range(2 * config.num_hidden_layers)]
-    return list(zip(arrays[::2], arrays[1::2], strict=True))
+    return memory.array(0, (2 * config.num_hidden_layers, *shape), dtype)
 
 
 def _decode_logits(model, kv, inputs, max_context_len: int):

@@ -20,6 +20,9 @@ MIB = 1 << 20
 WORKSPACE_BYTES = 32 * MIB  # WORKSPACE_BYTES in backend/cuda/cublas.py
 SLAB_BYTES = 32 * MIB  # SLAB_BYTES of the arena that captured steps take their memory from
 CHUNK_KEYS = 256  # a decode step keeps one partial result for so many keys
+SHORT_TOKENS = 1024  # up to here a pass over prompts waits for the host rather than for a card, and is captured
+INPUT_BYTES = 1 << 19  # of the inputs of such a pass, at most
+STEPS = "engine: a decode step, or short prompts"  # what captured steps take from memory of their own
 CODED_ROWS = 16  # MOST_ROWS of backend/cuda/quantized.py
 HEAD_ROWS = 4096  # rows of logits at a time in training: chunk_rows of ops.lm_head_logprobs and lm_head_loss
 HEAD_CHUNKS = 1  # arrays of HEAD_ROWS x vocabulary that they hold at once: the logits become their gradient in place
@@ -302,16 +305,21 @@ def rollout_items(use: ModelUse, engine: EngineConfig, backend) -> list[Item]:
         sizes = adapter_sizes(layer, AdapterConfig(engine.max_lora_rank, 1, TARGETS), BESIDE)
         nbytes = engine.max_loras * config.num_hidden_layers * sum(sizes) * dtype.itemsize
         items.append(Item("engine: adapters of requests", nbytes))
+    short = 0 if engine.enforce_eager else min(prompt_tokens, SHORT_TOKENS)
+    if short:
+        ends = ends_of_spans(engine.max_num_seqs) * config.hidden_size * dtype.itemsize
+        items.append(Item("engine: ends of a short pass over prompts, and its inputs", ends + INPUT_BYTES))
     prompts, passing = max(prompt_tokens * _forward_bytes(use, dtype), logits), "engine: prompts"
     if backend.name == "cuda":
         chunks = -(-length // CHUNK_KEYS)
         partials = rows * config.num_attention_heads * chunks * (config.head_dim + 2) * 4
+        step = max(step, short * _forward_bytes(use, dtype) * 5 // 4)  # passes of many sizes leave gaps
         step = -(-step // SLAB_BYTES) * SLAB_BYTES
         # Captured steps keep their memory; plain ones give it back.
         phase = "rollout" if engine.enforce_eager else "always"
-        items.append(Item("engine: decode step", step, phase))
+        items.append(Item(STEPS, step, phase))
         items.append(Item("engine: decode step, partial results of long rows", partials, phase))
-        one_phase = phase if rows > CODED_ROWS else "rollout"
+        one_phase = phase if max(rows, short) > CODED_ROWS else "rollout"
         items.append(Item("engine: one weight of 8 bits in the model's dtype", largest * dtype.itemsize, one_phase))
         if dtype.itemsize == 2 and engine.exact != "false":
             check = (config.vocab_size * (config.hidden_size + 2 * CHECK_ROWS)) * dtype.itemsize
@@ -324,6 +332,11 @@ def rollout_items(use: ModelUse, engine: EngineConfig, backend) -> list[Item]:
             items.append(Item("engine: weights in float32", 4 * wide, "rollout"))
     items.append(Item(passing, prompts, "rollout"))
     return items
+
+
+def ends_of_spans(capacity: int) -> int:
+    """Rows of the array into which a short pass over prompts writes the hidden states at the ends of its spans."""
+    return 1 << (min(capacity, SHORT_TOKENS) - 1).bit_length()
 
 
 def _quantized(use: ModelUse, engine: EngineConfig) -> tuple[int, int, int]:

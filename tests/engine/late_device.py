@@ -8,6 +8,7 @@ from collections import deque
 import numpy as np
 
 from cukit.backend import numpy as backend
+from cukit.engine.prefill import Prefill
 from cukit.engine.runner import ModelRunner
 
 
@@ -48,12 +49,15 @@ class LateDevice:
         late["host_buffer"] = lambda nbytes: plain["host_buffer"](nbytes).view(PageLocked)
         for name in ("newest_tokens", "update_block_tables"):
             late[name] = lambda *args, name=name: self.tell(plain[name], *args)
-        for name in WAITING:
-            late[name] = lambda *args, name=name: (self.go_on(self._num_given), plain[name](*args))[1]
+        late |= {name: self._waiting(plain[name]) for name in WAITING}
         for name, function in late.items():
             monkeypatch.setattr(backend, name, function)
         make_step = ModelRunner._make_step
         monkeypatch.setattr(ModelRunner, "_make_step", lambda runner, *key: self._late_step(*make_step(runner, *key)))
+        # a prompt's pass and its draw wait for their inputs
+        pass_of = Prefill._pass_of
+        monkeypatch.setattr(Prefill, "_pass_of", lambda prefill, spans: self._late_pass(*pass_of(prefill, spans)))
+        monkeypatch.setattr(Prefill, "_sample", self._waiting(Prefill._sample))
 
     @property
     def num_waiting(self):
@@ -73,6 +77,12 @@ class LateDevice:
             return results
 
         return device, late
+
+    def _late_pass(self, block, places, step):
+        return block, places, self._waiting(step)
+
+    def _waiting(self, function):
+        return lambda *args: (self.go_on(self._num_given), function(*args))[1]
 
     def tell(self, function, *args):
         with self._lock:

@@ -217,7 +217,7 @@ def test_a_device_runs_ahead_while_an_adapter_waits(adapters, monkeypatch):
 def test_prompts_are_computed_adapter_by_adapter(adapters, monkeypatch):
     requests, _ = adapters
     llm, seen = engine(), []
-    monkeypatch.setattr("cukit.engine.runner.in_order", lambda *given: seen.append(in_order(*given)) or seen[-1])
+    monkeypatch.setattr("cukit.engine.prefill.in_order", lambda *given: seen.append(in_order(*given)) or seen[-1])
     chosen = [requests["qwen3_tiny", name] for name in ("b", "a", None, "b", "a")]
     llm.generate(random_prompts(5, 3, 9), SamplingParams(max_tokens=1), lora_request=chosen)
     assert [len(found.parts) for found in seen] == [2]

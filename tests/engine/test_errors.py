@@ -26,6 +26,7 @@ class FaultyModel(HashModel):
 
     def __init__(self, first, start, value=np.nan, which=slice(None)):
         super().__init__()
+        self.config.hidden_size = 2
         self.first, self.start, self.value, self.which = first, start, value, which
 
     def forward(self, tokens, positions, attend):

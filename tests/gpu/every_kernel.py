@@ -78,7 +78,7 @@ def attention(dtype, heads, kv_heads, dim, lengths, cache=None):
     o, lse = be.attention_forward(qkv, be.array(borders), heads, kv_heads)
     be.attention_backward(o, qkv, o, lse, be.array(borders), heads, kv_heads)
     blocks = [-(-length // 16) for length in lengths]
-    caches = [be.zeros((sum(blocks) + 1, 16, kv_heads, dim), cache or dtype) for _ in range(2)]
+    caches = be.zeros((2, sum(blocks) + 1, 16, kv_heads, dim), cache or dtype)
     tables = np.zeros((len(lengths), max(blocks)), np.int32)
     firsts = np.cumsum([0, *blocks])[:-1] + 1
     for row, (first, count) in enumerate(zip(firsts, blocks)):
@@ -94,7 +94,7 @@ def attention(dtype, heads, kv_heads, dim, lengths, cache=None):
     entries = (be.array(np.arange(len(lengths), dtype=np.int32)) for _ in range(3))
     be.update_block_tables(be.zeros((len(lengths), len(lengths)), np.int32), *entries)
     be.newest_tokens(*(be.array(np.arange(len(lengths), dtype=np.int32)) for _ in range(3)))
-    be.copy_blocks([tuple(caches)], be.array(np.array([1], np.int32)), be.array(np.array([0], np.int32)))
+    be.copy_blocks(caches, be.array(np.array([1])), be.array(np.array([0])))
 
 
 def products(dtype):

@@ -191,25 +191,26 @@ def test_prefill_has_the_bits_of_training(gpu, shape, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dim, tokens", [(64, 37), (128, 1), (12, 5), (256, 300)])
-def test_store_and_copy(gpu, dim, tokens, dtype):
+def test_store_and_copy(gpu, monkeypatch, dim, tokens, dtype):
+    from cukit.backend.cuda import paged_attention
+
     rng = np.random.default_rng(0)
     dtype = gpu.dtype_of(dtype)
     qkv, slots = normal(tokens, (4 + 2 * 2) * dim).astype(dtype), rng.permutation(40 * 16)[:tokens].astype(np.int64)
     slots[::5] = -1
-    caches = [
-        (normal(40, 16, 2, dim, seed=2 * i).astype(dtype), normal(40, 16, 2, dim, seed=2 * i + 1).astype(dtype))
-        for i in range(2)
-    ]
-    on_gpu = [tuple(map(gpu.array, pair)) for pair in caches]
-    reference.store_kv(*caches[0], qkv, slots, 4, 2)
-    gpu.store_kv(*on_gpu[0], gpu.array(qkv), gpu.array(slots), 4, 2)
+    caches = normal(4, 40, 16, 2, dim).astype(dtype)
+    on_gpu = gpu.array(caches)
+    reference.store_kv(*caches[:2], qkv, slots, 4, 2)
+    gpu.store_kv(*on_gpu[:2], gpu.array(qkv), gpu.array(slots), 4, 2)
     source, target = np.array([1, 0, 39]), np.array([0, 2, 7])  # block 0 is read and written
     reference.copy_blocks(caches, source, target)
     gpu.copy_blocks(on_gpu, gpu.array(source), gpu.array(target))
     gpu.copy_blocks(on_gpu, gpu.array(source[:0]), gpu.array(target[:0]))
-    for pair, device_pair in zip(caches, on_gpu):
-        for cache, device_cache in zip(pair, device_pair):
-            assert different(gpu.to_numpy(device_cache), cache) == 0
+    assert different(gpu.to_numpy(on_gpu), caches) == 0
+    monkeypatch.setattr(paged_attention, "STAGING_BYTES", 1)  # a cache at a time
+    reference.copy_blocks(caches, target, source)
+    gpu.copy_blocks(on_gpu, gpu.array(target), gpu.array(source))
+    assert different(gpu.to_numpy(on_gpu), caches) == 0
 
 
 @pytest.mark.parametrize("norm", [True, False])
@@ -322,7 +323,7 @@ def test_cache_with_more_than_two_billion_elements(gpu):
     qkv, _, _, expected = case.to(gpu, "bfloat16")
     qkv, tables = gpu.array(qkv), case.tables
     num_blocks = 2**31 // (16 * 2 * 128) + 64
-    k_cache, v_cache = (gpu.zeros((num_blocks, 16, 2, 128), dtype) for _ in range(2))
+    k_cache, v_cache = caches = gpu.zeros((2, num_blocks, 16, 2, 128), dtype)
     shift = num_blocks - int(tables.max()) - 1
     tables = gpu.array(np.where(tables >= 0, tables + shift, -1).astype(np.int32))
     gpu.store_kv(k_cache, v_cache, qkv, gpu.array(case.slots + shift * 16), 4, 2)
@@ -331,5 +332,5 @@ def test_cache_with_more_than_two_billion_elements(gpu):
     assert different(gpu.to_numpy(decoded), expected[-1:]) == 0
     got = gpu.paged_prefill_attention(qkv, k_cache, v_cache, tables, gpu.array(case.cu_seqlens), length, 4)
     assert different(gpu.to_numpy(got), expected) == 0
-    gpu.copy_blocks([(k_cache, v_cache)], tables[0, :1], gpu.array(np.array([3])))
+    gpu.copy_blocks(caches, tables[0, :1].astype(np.int64), gpu.array(np.array([3])))
     assert different(gpu.to_numpy(k_cache[3]), gpu.to_numpy(k_cache[int(case.tables[0, 0] + shift)])) == 0

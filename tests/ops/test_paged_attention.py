@@ -164,13 +164,13 @@ def test_ragged_groups_mask_exactly():
 
 
 def test_store_skips_minus_one_and_copies_blocks():
-    k_cache, v_cache = np.zeros((3, 2, 1, 2)), np.zeros((3, 2, 1, 2))
+    k_cache, v_cache = caches = np.zeros((2, 3, 2, 1, 2))
     qkv = np.arange(24.0).reshape(3, 8)
     store_kv(k_cache, v_cache, qkv, np.array([3, -1, 0]), 2, 1)
     np.testing.assert_array_equal(k_cache[1, 1, 0], [4, 5])
     np.testing.assert_array_equal(v_cache[0, 0, 0], [22, 23])
     assert np.count_nonzero(k_cache) == 4
-    copy_blocks([(k_cache, v_cache)], np.array([1, 0]), np.array([0, 2]))
+    copy_blocks(caches, np.array([1, 0]), np.array([0, 2]))
     np.testing.assert_array_equal(k_cache[0, 1, 0], [4, 5])
     np.testing.assert_array_equal(k_cache[2, 0, 0], [20, 21])
 

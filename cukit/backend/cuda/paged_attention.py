@@ -11,7 +11,7 @@ import numpy as np
 
 from .attention import LOG2_E, _head_dim, _kernels, _pieces
 from .constants import source_constant
-from .device import array, empty
+from .device import empty
 from .exact import MULTIPROCESSORS
 from .loader import load
 from .rope import THREADS as ROPE_THREADS
@@ -29,6 +29,7 @@ __all__ = [
 
 CHUNK_KEYS = source_constant("paged_attention", "CHUNK_KEYS")
 THREADS = 256
+STAGING_BYTES = 32 << 20  # that copied blocks take on their way
 FEW_BLOCKS = 2 * MULTIPROCESSORS  # up to which several warps share a block's work; only speed depends on it
 
 
@@ -80,22 +81,23 @@ def qk_norm_rope_store(
 
 
 def copy_blocks(caches, src, dst):
-    """Copy whole blocks src (n) to dst (n) in every layer of caches, a list of (k_cache, v_cache); every source is read
-    before any is written.
+    """Copy whole blocks src (n) int64 to dst (n) in each of caches (2L, num_blocks, block_size, K, D); every source is
+    read before any is written.
     """
     count = len(src)
     if count == 0:
         return
-    src, dst = array(src, np.int64), array(dst, np.int64)
-    for k_cache, v_cache in caches:
-        if k_cache.dtype == np.uint8:  # codes are moved two at a time, as numbers of 16 bits
-            k_cache, v_cache = (cache.view(np.float16) for cache in (k_cache, v_cache))
-        elements, head_dim = k_cache[0].size, k_cache.shape[3]
-        kernels = load("paged_attention", k_cache.dtype, HEAD_DIM=head_dim)
-        staging = empty((2, count, elements), k_cache.dtype)
-        grid = (-(-elements * k_cache.itemsize // (8 * THREADS)), count, 2)
-        kernels.gather_blocks(grid, THREADS, staging, k_cache, v_cache, src, elements)
-        kernels.scatter_blocks(grid, THREADS, k_cache, v_cache, staging, dst, elements)
+    if caches.dtype == np.uint8:  # codes are moved two at a time, as numbers of 16 bits
+        caches = caches.view(np.float16)
+    kernels = load("paged_attention", caches.dtype, HEAD_DIM=caches.shape[-1])
+    cache_elements, elements = caches[0].size, caches[0, 0].size
+    at_once = max(1, STAGING_BYTES // (count * elements * caches.itemsize))
+    for start in range(0, len(caches), at_once):
+        part = caches[start : start + at_once]
+        staging = empty((len(part), count, elements), caches.dtype)
+        grid = (-(-elements * caches.itemsize // (8 * THREADS)), count, len(part))
+        kernels.gather_blocks(grid, THREADS, staging, part, src, elements, cache_elements)
+        kernels.scatter_blocks(grid, THREADS, part, staging, dst, elements, cache_elements)
 
 
 def update_block_tables(block_tables, rows, columns, blocks):

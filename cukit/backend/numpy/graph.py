@@ -2,7 +2,10 @@
 
 
 class Graphs:
-    """Steps that share memory."""
+    """Steps that share memory. nbytes: what they will take of it."""
+
+    def __init__(self, nbytes=0):
+        pass
 
     def graphed(self, function):
         """A callable that does what `function()` does, at its lowest cost; a step's results may be overwritten by the

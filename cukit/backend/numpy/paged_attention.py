@@ -67,15 +67,11 @@ def qk_norm_rope_store(
 
 
 def copy_blocks(caches, src, dst):
-    """Copy whole blocks src (n) to dst (n) in each (k_cache, v_cache) of caches; a block may be source and target, and
-    every source is read before any is written.
+    """Copy whole blocks src (n) int64 to dst (n) in each of caches (2L, num_blocks, block_size, K, D); a block may be
+    source and target, and every source is read before any is written.
     """
-    src, dst = np.asarray(src), np.asarray(dst)
-    if len(src) == 0:
-        return
-    for k_cache, v_cache in caches:
-        k_cache[dst] = k_cache[src]
-        v_cache[dst] = v_cache[src]
+    for cache in caches if len(src) else ():
+        cache[dst] = cache[src]
 
 
 def update_block_tables(block_tables, rows, columns, blocks):
