@@ -43,6 +43,7 @@ class Option:
     group: str
     owner: str | None  # the nested field that holds it; None: the class itself
     bools: tuple[str, str] | None = None  # the choices that false and true stand for
+    is_place: bool = False
 
     @property
     def kind(self) -> Any:
@@ -60,12 +61,14 @@ def option(
     choices: tuple[str, ...] | None = None,
     group: str | None = None,
     bools: tuple[str, str] | None = None,
+    is_place: bool = False,
 ) -> Any:
     """A field with the text, the allowed words and the group (default: its class's) that the command line shows.
 
     bools: the choices that false and true stand for, of an option that was a truth value once or is one in TRL.
+    is_place: its text is the place of a folder, a file or a function, so that the text `none` is none.
     """
-    metadata = {"help": help, "choices": choices or (), "group": group, "bools": bools}
+    metadata = {"help": help, "choices": choices or (), "group": group, "bools": bools, "is_place": is_place}
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata=metadata)
     return field(metadata=metadata) if default is MISSING else field(default=default, metadata=metadata)
@@ -328,7 +331,8 @@ def _collect(cls: type[Options]) -> dict[str, Option]:
             made: Any = declared.default_factory
             own = declared.default if made is MISSING else made()
             group = meta["group"] or _group_of(cls, declared.name)
-            add(Option(declared.name, declared.type, own, meta["help"], meta["choices"], group, None, meta["bools"]))
+            words = {key: meta[key] for key in ("help", "choices", "bools", "is_place")}
+            add(Option(declared.name, declared.type, own, group=group, owner=None, **words))
         else:
             raise TypeError(f"{cls.__name__}.{declared.name}: declare it by option(…) or nested(…)")
     return found

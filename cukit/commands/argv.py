@@ -8,8 +8,6 @@ from ..options import Option, typed
 
 # Only a word that looks like an option is one: -5+3, -1e-3 and "-- try again" are values.
 OPTION = re.compile(r"--([A-Za-z][A-Za-z0-9_-]*)(?:=(.*))?", re.DOTALL)
-# Texts that name a folder, a file or a function, of which `none` is none.
-NAMES = ("eval_data", "lora_adapter_path", "critic_model", "environment", "loss")
 WORDS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 
 
@@ -78,11 +76,11 @@ def parsed(item: Option, value: Any, where: str) -> Any:
 def from_text(item: Option, value: Any) -> Any:
     """What a text means for this option; a text that means nothing stays one, for typed() to refuse.
 
-    `none` and `null` un-give a number, a truth value, an object, one of some words and what NAMES name. They are texts
-    where other texts are wanted.
+    `none` and `null` un-give a number, a truth value, an object, one of some words and a place. They are texts where
+    other texts are wanted.
     """
     kind = get_args(item.kind)[0] if is_list(item) else item.kind
-    worded = item.choices or item.name in NAMES
+    worded = item.choices or item.is_place
     if worded and item.optional and value in ("none", "null") and value not in item.choices:
         return None
     if kind is str:

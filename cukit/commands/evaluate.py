@@ -49,7 +49,7 @@ class EvalOptions(Options):
         None, "the k of pass@k where n is above 1; default: powers of two up to n", group="rewards"
     )
     environment: str | None = option(
-        None, "what answers the model between its turns: path/file.py:Class", group="environment"
+        None, "what answers the model between its turns: path/file.py:Class", group="environment", is_place=True
     )
     tools: list[str] | None = option(
         None, "functions that the model may call: path/file.py:function,function", group="environment"

@@ -28,7 +28,9 @@ class TrainFiles(Options):
         "training rows: a file (jsonl, json, csv, parquet), a folder or pattern of files, or a name of the hub "
         "(owner/name[@revision][:configuration[:split]])",
     )
-    eval_data: str | None = option(None, "held-out rows: as data; of the hub the split test where none is named")
+    eval_data: str | None = option(
+        None, "held-out rows: as data; of the hub the split test where none is named", is_place=True
+    )
     dry_run: bool = option(False, "print the resolved options, the number of steps and the plan of memory, then end")
 
 

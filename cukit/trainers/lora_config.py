@@ -31,7 +31,9 @@ class LoraOptions(Options):
     )
 
     lora_adapter_path: str | None = option(
-        None, "begin with the adapter of this folder instead of a new one; its rank, scale and layers hold"
+        None,
+        "begin with the adapter of this folder instead of a new one; its rank, scale and layers hold",
+        is_place=True,
     )
 
     def __post_init__(self) -> None:

@@ -34,7 +34,7 @@ class LossOptions(Options):
 
     group = "loss"
 
-    loss: str | None = option(None, "a loss of your own, path/file.py:function(logprobs, rows, args)")
+    loss: str | None = option(None, "a loss of your own, path/file.py:function(logprobs, rows, args)", is_place=True)
     loss_type: str = option(
         "dapo", "how token losses are averaged (cispo, sapo, vespo: other losses)", tuple(LOSS_TYPES)
     )

@@ -51,6 +51,7 @@ class PolicyConfig(TrainerConfig):
         None,
         "what answers the model between its turns: path/file.py:Class (TRL's environment_factory)",
         group="environment",
+        is_place=True,
     )
     tools: list[str] | None = option(
         None, "functions that the model may call: path/file.py:function,function", group="environment"

@@ -58,7 +58,10 @@ class PPOConfig(PolicyConfig):
         "critic",
     )
     critic_model: str | None = option(
-        None, "folder or name of the separate critic's first weights; default: the policy's", group="critic"
+        None,
+        "folder or name of the separate critic's first weights; default: the policy's",
+        group="critic",
+        is_place=True,
     )
     critic_learning_rate: float | None = option(None, "of the critic; default: learning_rate", group="critic")
     critic_warmup_steps: int = option(0, "first steps in which only the critic (its head) learns", group="critic")
