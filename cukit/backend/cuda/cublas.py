@@ -4,7 +4,7 @@ It serves cupy-cuda12x (libcublasLt.so.12) and cupy-cuda13x (libcublasLt.so.13):
 used here. Sums are taken in float32 (float64 for float64), without TF32 and without split sums in half precision.
 
 cuBLAS is asked once which kernel computes a product, and the answer is kept for products of the same shape.
-cublasGemmEx asks at every call, and takes the host three times as long.
+cublasGemmEx asks at every call, and takes the host nearly twice as long.
 """
 
 import ctypes
