@@ -67,33 +67,35 @@ template <int THREADS> struct DecodeBlock {
     int heads, first, end;
     bool stores, has_newest;
     long long newest_slot;
-    int slots[CHUNK_KEYS / THREADS];
+    // This thread's keys first + threadIdx.x, THREADS further, …: the cache's block of each, and the place there
+    int listed[CHUNK_KEYS / THREADS], place[CHUNK_KEYS / THREADS];
     Head head;  // of the first AT_ONCE
     float cosine[VECTOR], sine[VECTOR];
     Words share[2];  // of the newest key or value, where this lane has one: halves
 
     __device__ __forceinline__ int column() const { return threadIdx.x % LANES * VECTOR; }
 
+    // Beyond the value it is the value again: no branch keeps other reads waiting.
     __device__ __forceinline__ Head read_head(int index) const {
-        Head found = {};
-        if (index >= heads + 2) return found;
         const SCALAR* row = index < heads ? q + index * HEAD_DIM : index == heads ? newest_key : newest_value;
+        const float* weight = index < heads ? turn_by.q_weight : turn_by.k_weight;
+        Head found = {};
         found.x.load(row, HALF, threadIdx.x % LANES, VECTORISED);
-        if (turn_by.q_weight != nullptr && index <= heads)
-            found.weight.load(index < heads ? turn_by.q_weight : turn_by.k_weight, HALF, threadIdx.x % LANES,
-                              VECTORISED);
+        if (turn_by.q_weight != nullptr) found.weight.load(weight, HALF, threadIdx.x % LANES, VECTORISED);
         return found;
     }
 
     // Start reading what needs no context.
-    __device__ __forceinline__ void read(int sequence, int listed_keys) {
-        newest_slot = turn_by.slots != nullptr ? turn_by.slots[sequence] : -1;
-        const int position = turn_by.positions != nullptr ? turn_by.positions[sequence] : 0;
+    __device__ __forceinline__ void read(int position, int max_blocks) {
         head = read_head(threadIdx.x / LANES);
+        const unsigned size = keys.block_size, blocks_on = THREADS / size, on = THREADS % size;
+        unsigned index = (first + threadIdx.x) / size, at = (first + threadIdx.x) % size;
 #pragma unroll
         for (int i = 0; i < CHUNK_KEYS / THREADS; ++i) {
-            const int key = first + i * THREADS + threadIdx.x;
-            slots[i] = key < listed_keys ? keys.slot(key) : 0;
+            listed[i] = index < max_blocks ? keys.table[index] : 0;
+            place[i] = at;
+            index += blocks_on + (at + on >= size);
+            at += at + on >= size ? on - size : on;
         }
 #pragma unroll
         for (int i = 0; i < VECTOR; ++i) cosine[i] = sine[i] = 0.f;
@@ -114,7 +116,7 @@ template <int THREADS> struct DecodeBlock {
 #pragma unroll
         for (int i = 0; i < CHUNK_KEYS / THREADS; ++i) {
             const int at = i * THREADS + threadIdx.x;
-            shared[at] = first + at < end ? slots[i] : 0;
+            shared[at] = first + at < end ? listed[i] * (int)keys.block_size + place[i] : 0;
         }
     }
 
@@ -177,18 +179,22 @@ template <int THREADS> struct DecodeBlock {
 };
 
 // One query a sequence over one chunk of 256 keys: partial_out (B, H, chunks, D), partial_stats (B, H, chunks, 2) =
-// maximum and sum. Grid (chunks, K * head_tiles, B): a block has up to 16 query heads of one kv head, which
+// maximum and sum. Grid (chunks, head_tiles * K, B): a block has up to 16 query heads of one kv head, which
 // attend(result, block) reduces. Chunks beyond the context are left unwritten. Where there is one chunk at the most,
-// this writes o (B, H * D) instead; context 0 gives 0 there.
+// this writes o (B, H * D) instead; context 0 gives 0 there. group = H / K; divisions here would delay all reads.
 template <int THREADS, class Attend>
 __device__ __forceinline__ void decode_chunk(SCALAR* o, float* partial_out, float* partial_stats, const SCALAR* qkv,
                                              const void* k_cache, const void* v_cache, const int* block_tables,
-                                             const int* context_lens, const Turn& turn, int num_heads, int num_kv_heads,
+                                             const int* context_lens, const Turn& turn, int group, int num_kv_heads,
                                              int block_size, int max_blocks, Attend attend) {
     const int chunk = blockIdx.x, chunks = gridDim.x, sequence = blockIdx.z, context = context_lens[sequence];
-    const int group = num_heads / num_kv_heads, head_tiles = (group + 15) / 16;
-    const int kv_head = blockIdx.y / head_tiles, first_head = blockIdx.y % head_tiles * 16;
-    const int head = kv_head * group + first_head;
+    const long long newest_slot = turn.slots != nullptr ? turn.slots[sequence] : -1;
+    const int position = turn.positions != nullptr ? turn.positions[sequence] : 0;
+    __syncwarp();  // left alone, the compiler begins these reads last
+    int kv_head = blockIdx.y, first_head = 0;
+#pragma unroll 1
+    for (; kv_head >= num_kv_heads; kv_head -= num_kv_heads) first_head += 16;
+    const int num_heads = group * num_kv_heads, head = kv_head * group + first_head;
     const SCALAR* token = qkv + (long long)sequence * (num_heads + 2 * num_kv_heads) * HEAD_DIM;
     const SCALAR* key = token + (num_heads + kv_head) * HEAD_DIM;
     DecodeBlock<THREADS> block{
@@ -202,7 +208,8 @@ __device__ __forceinline__ void decode_chunk(SCALAR* o, float* partial_out, floa
         chunk * CHUNK_KEYS,
     };
     block.stores = first_head == 0;  // of several blocks with the newest key
-    block.read(sequence, max_blocks * block_size);
+    block.newest_slot = newest_slot;
+    block.read(position, max_blocks);
     if (chunk * CHUNK_KEYS >= context && chunks > 1) return;
     const long long row = (long long)sequence * num_heads + head, at = row * chunks + chunk;
     if (context == 0) {  // then there is one chunk

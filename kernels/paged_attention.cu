@@ -103,11 +103,11 @@ extern "C" __global__ void __launch_bounds__(CHUNK_THREADS)
 paged_decode_chunks(SCALAR* o, float* partial_out, float* partial_stats, const SCALAR* qkv, void* k_cache,
                     void* v_cache, const int* block_tables, const int* context_lens, const float* q_weight,
                     const float* k_weight, const float* cos, const float* sin, const int* positions,
-                    const long long* slots, int num_heads, int num_kv_heads, int block_size, int max_blocks,
+                    const long long* slots, int group, int num_kv_heads, int block_size, int max_blocks,
                     float scale, float eps) {
     const Turn turn{q_weight, k_weight, cos, sin, positions, slots, eps};
     decode_chunk<CHUNK_THREADS>(o, partial_out, partial_stats, qkv, k_cache, v_cache, block_tables, context_lens, turn,
-                                num_heads, num_kv_heads, block_size, max_blocks,
+                                group, num_kv_heads, block_size, max_blocks,
                                 [&](auto& result, auto& block) { attend_chunk(result, block, scale); });
 }
 

@@ -5,7 +5,7 @@
 
 #include "common.cuh"
 
-#ifndef HEAD_LIMIT  // attention knows HEAD_DIM
+#ifndef HEAD_LIMIT  // attention knows HEAD_DIM, and takes the least limit of rope.cu's that it fits
 #define HEAD_LIMIT (HEAD_DIM <= 64 ? 64 : HEAD_DIM <= 128 ? 128 : 256)
 #endif
 

@@ -163,8 +163,8 @@ def _decode(qkv, k_cache, v_cache, block_tables, context_lens, num_heads, max_co
     partial_stats = empty((batch, num_heads, chunks, 2), np.float32)
     variant = {"HEAD_DIM": head_dim} | _variant(k_cache)
     kernels = load("paged_attention", qkv.dtype, **variant)
-    grid = chunks, num_kv_heads * head_tiles, batch
-    sizes = num_heads, num_kv_heads, block_size, block_tables.shape[1], LOG2_E * head_dim**-0.5
+    grid = chunks, head_tiles * num_kv_heads, batch
+    sizes = num_heads // num_kv_heads, num_kv_heads, block_size, block_tables.shape[1], LOG2_E * head_dim**-0.5
     given = out, partial_out, partial_stats, qkv, k_cache, v_cache, block_tables, context_lens, *turn, *sizes, eps
     if math.prod(grid) <= FEW_BLOCKS and qkv.itemsize == 2:
         few = load("paged_attention_few", qkv.dtype, **variant)
