@@ -6,7 +6,8 @@
 // is not.
 //
 // attention_rows.cuh says where rows are, and merges chunks. Two headers do the rest: attention_mma.cuh (with
-// attention_mma_backward.cuh) for 16-bit SCALAR on tensor cores, attention_ffma.cuh for float32, simple. Both give
+// attention_mma_backward.cuh and, for decoding, attention_mma_decode.cuh) for 16-bit SCALAR on tensor cores,
+// attention_ffma.cuh for float32, simple. Both give
 //   attend_queries (training, prefill), attend_chunk (decoding), gradient_of_queries, gradient_of_keys;
 //   rows a block: QUERY_TILE, KEY_ROWS; threads: ATTENTION_THREADS, CHUNK_THREADS;
 //   blocks an SM: BLOCKS_AN_SM, KEY_BLOCKS_AN_SM; dynamic shared memory: FORWARD_, QUERY_GRADIENT_,

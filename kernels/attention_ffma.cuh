@@ -108,13 +108,13 @@ __device__ __forceinline__ void attend_queries(float* o, int o_stride, float* ls
     if (lse != nullptr && lane() == 0) lse[(long long)row * lse_stride] = natural_lse(maximum, total);
 }
 
-// As in attention_mma.cuh: the query rows q + r * HEAD_DIM, r < count, over keys first ... end - 1 of one chunk.
-template <class Rows>
-__device__ __forceinline__ void attend_chunk(const ChunkResult& result, const float* q, int count, const Rows& keys,
-                                             const Rows& values, int first, int end, float scale) {
-    for (int r = 0; r < count; ++r) {
+// As in attention_mma_decode.cuh: the block's query rows over its keys.
+template <class Block>
+__device__ __forceinline__ void attend_chunk(const ChunkResult& result, const Block& block, float scale) {
+    for (int r = 0; r < block.heads; ++r) {
         float row[SHARE], maximum, total;
-        attend_row(row, maximum, total, q + r * HEAD_DIM, keys, values, first, end, scale);
+        attend_row(row, maximum, total, block.q + r * HEAD_DIM, block.keys, block.values, block.first, block.end,
+                   scale);
         if (result.o != nullptr) {
             const OnlyChunk only(maximum, total);
 #pragma unroll

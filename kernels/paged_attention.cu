@@ -98,11 +98,15 @@ paged_prefill(SCALAR* o, const SCALAR* qkv, const void* k_cache, const void* v_c
 
 // One query a sequence over one chunk of 256 keys: see decode_chunk in paged.cuh. One warp a block.
 extern "C" __global__ void __launch_bounds__(CHUNK_THREADS)
-paged_decode_chunks(SCALAR* o, float* partial_out, float* partial_stats, const SCALAR* qkv, const void* k_cache,
-                    const void* v_cache, const int* block_tables, const int* context_lens, int num_heads,
-                    int num_kv_heads, int block_size, int max_blocks, float scale) {
-    decode_chunk(o, partial_out, partial_stats, qkv, k_cache, v_cache, block_tables, context_lens, num_heads,
-                 num_kv_heads, block_size, max_blocks, [&](auto... given) { attend_chunk(given..., scale); });
+paged_decode_chunks(SCALAR* o, float* partial_out, float* partial_stats, const SCALAR* qkv, void* k_cache,
+                    void* v_cache, const int* block_tables, const int* context_lens, const float* q_weight,
+                    const float* k_weight, const float* cos, const float* sin, const int* positions,
+                    const long long* slots, int group, int num_kv_heads, int block_size, int max_blocks,
+                    float scale, float eps) {
+    const Turn turn{q_weight, k_weight, cos, sin, positions, slots, eps};
+    decode_chunk<CHUNK_THREADS>(o, partial_out, partial_stats, qkv, k_cache, v_cache, block_tables, context_lens, turn,
+                                group, num_kv_heads, block_size, max_blocks,
+                                [&](auto& result, auto& block) { attend_chunk(result, block, scale); });
 }
 
 // o (B, H * D) from several chunks. Grid (H, B), one thread an element of the row.

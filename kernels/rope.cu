@@ -5,76 +5,17 @@
 //   store:    forward, with keys and values to a paged cache
 //   backward: the rotation turned back, rounded, then the norm's gradient; the weights' gradients in partial sums
 //             (2, gridDim.x, D)
-// cos, sin (P, D/2), weights and rstd (T, H + K) are float; null weights: no norm. LANES neighbouring lanes do a head:
-// lane l owns the chunks l, l + LANES, … of VECTOR elements of the first half and the same of the second, so that both
-// elements of a pair are its own. Any even D up to HEAD_LIMIT.
+// cos, sin (P, D/2), weights and rstd (T, H + K) are float; null weights: no norm. LANES neighbouring lanes do a head
+// (rope.cuh). Any even D up to HEAD_LIMIT.
 // specialise: SCALAR=bf16,f16,f32 HEAD_LIMIT=64,128,256
 // arch: sm_80 sm_89 sm_90a sm_100 sm_120
-#include "common.cuh"
-
 #ifndef HEAD_LIMIT
 #define HEAD_LIMIT 128
 #endif
+#include "rope.cuh"
 
 constexpr int THREADS = 128;
-constexpr int LANES = HEAD_LIMIT / 2 / VECTOR < 8 ? HEAD_LIMIT / 2 / VECTOR : 8;
-constexpr int CHUNKS = HEAD_LIMIT / 2 / VECTOR / LANES;
 constexpr int GROUPS = THREADS / LANES;  // heads that a block does at a time
-
-// What one lane holds of a row of D values: chunks of its first and of its second half. Zeros past the end.
-struct Slice {
-    float first[CHUNKS][VECTOR], second[CHUNKS][VECTOR];
-
-    template <typename T> __device__ void load(const T* row, int half, int lane, bool vectorised) {
-#pragma unroll
-        for (int j = 0; j < CHUNKS; j++) {
-            const int c = (j * LANES + lane) * VECTOR;
-            if (c < half) {
-                load_floats(first[j], row, c, half, vectorised);
-                load_floats(second[j], row + half, c, half, vectorised);
-            }
-        }
-    }
-
-    __device__ void store(SCALAR* row, int half, int lane, bool vectorised) const {
-#pragma unroll
-        for (int j = 0; j < CHUNKS; j++) {
-            const int c = (j * LANES + lane) * VECTOR;
-            if (c < half) {
-                store_floats(row, first[j], c, half, vectorised);
-                store_floats(row + half, second[j], c, half, vectorised);
-            }
-        }
-    }
-
-    // (a, b) -> (a·cos - b·sin, b·cos + a·sin); direction -1 turns back
-    __device__ void rotate(const float* cos_row, const float* sin_row, int half, int lane, bool vectorised,
-                           float direction) {
-#pragma unroll
-        for (int j = 0; j < CHUNKS; j++) {
-            const int c = (j * LANES + lane) * VECTOR;
-            if (c < half) {
-                float cosine[VECTOR], sine[VECTOR];
-                load_floats(cosine, cos_row, c, half, vectorised);
-                load_floats(sine, sin_row, c, half, vectorised);
-#pragma unroll
-                for (int i = 0; i < VECTOR; i++) {
-                    const Wide a = first[j][i], b = second[j][i], s = sine[i] * direction;
-                    first[j][i] = rounded<SCALAR>(a * cosine[i] - b * s);
-                    second[j][i] = rounded<SCALAR>(b * cosine[i] + a * s);
-                }
-            }
-        }
-    }
-};
-
-// function(j, i) for element i of each chunk j, in order; it does the element of the first half, then its partner's.
-template <class Function> __device__ __forceinline__ void for_each_pair(Function function) {
-#pragma unroll
-    for (int j = 0; j < CHUNKS; j++)
-#pragma unroll
-        for (int i = 0; i < VECTOR; i++) function(j, i);
-}
 
 // One head of one token: of T · (H + 2K), that of this thread's group. The turned (or copied) values go to
 // row_of(token, head), which may be null; rstd may be, too.
@@ -93,20 +34,12 @@ __device__ __forceinline__ void turn_head(RowOf row_of, bool rows_aligned, float
     Slice x = {};
     if (inside) x.load(qkv + (long long)index * D, half, lane, vectorised);
     if (q_weight != nullptr) {
-        Wide squares = 0;
-        for_each_pair([&](int j, int i) {
-            squares = fma(Wide(x.first[j][i]), Wide(x.first[j][i]), squares);
-            squares = fma(Wide(x.second[j][i]), Wide(x.second[j][i]), squares);
-        });
-        const Wide inverse = inverse_rms(warp_sum<LANES>(squares), D, eps);
+        const Wide inverse = x.inverse_rms(D, eps);
         if (turned) {
             if (lane == 0 && rstd != nullptr) rstd[(long long)t * (H + K) + head] = inverse;
             Slice w = {};
             w.load(head < H ? q_weight : k_weight, half, lane, vectorised);
-            for_each_pair([&](int j, int i) {
-                x.first[j][i] = rounded<SCALAR>(normalised(x.first[j][i], inverse, w.first[j][i]));
-                x.second[j][i] = rounded<SCALAR>(normalised(x.second[j][i], inverse, w.second[j][i]));
-            });
+            x.norm(inverse, w);
         }
     }
     if (turned) {

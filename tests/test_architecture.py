@@ -70,22 +70,20 @@ GPU_LIBRARIES = {"cupy", "cupyx", "cupy_backends"}  # for backend/cuda alone
 
 # Header of kernels/ -> its level. A file includes files of lower levels only; a .cu stands above all headers.
 HEADER_LEVELS = {
-    "common.cuh": 0,
-    "mma.cuh": 1,
-    "kl.cuh": 1,
-    "logits.cuh": 1,
-    "philox.cuh": 1,
-    "e4m3.cuh": 1,
-    "filters.cuh": 2,
-    "linear.cuh": 2,
-    "attention_rows.cuh": 2,
-    "tiles_mma.cuh": 2,
-    "tiles_wgmma.cuh": 3,
-    "attention_ffma.cuh": 3,
-    "attention_mma.cuh": 4,
-    "attention_mma_backward.cuh": 5,
-    "attention.cuh": 6,
-    "paged.cuh": 7,
+    f"{name}.cuh": level
+    for level, names in enumerate(
+        (
+            "common",
+            "mma kl logits philox e4m3 rope",
+            "filters linear attention_rows tiles_mma",
+            "tiles_wgmma attention_ffma",
+            "attention_mma",
+            "attention_mma_backward attention_mma_decode",
+            "attention",
+            "paged",
+        )
+    )
+    for name in names.split()
 }
 
 # Where a noun's file stands: the CUDA source, its launcher, its NumPy twin, the differentiable function, the tests of

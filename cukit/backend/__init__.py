@@ -72,6 +72,7 @@ CONTRACT = {
         "paged_decode_attention",
         "paged_prefill_attention",
         "qk_norm_rope_store",
+        "rope_paged_decode_attention",
         "store_kv",
         "update_block_tables",
     ),

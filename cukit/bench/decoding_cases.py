@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from ..models.decoder import rope_tables
 from .workbench import BLOCK_SIZE, FLOAT, INT, Case, Workbench, visible_pairs
 
 
@@ -59,6 +60,15 @@ def paged_attention_cases(b: Workbench) -> Iterator[Case]:
         b.batch * (2 * query + b.context * key + INT) + INT * blocks,
         2 * product * b.batch * b.context,
     )
+    # all rows at one position; the newest key and value are read and written
+    beside = FLOAT * b.dim * (1 + 2 * b.config.qk_norm) + b.batch * (key + INT + 8)
+    yield Case(
+        "rope_paged_decode_attention",
+        f"{b.batch} sequences x {b.context} keys; heads {b.heads}/{b.kv_heads} x {b.dim}",
+        lambda: _newest(b, contexts),
+        b.batch * (2 * query + b.context * key + INT) + INT * blocks + beside,
+        2 * product * b.batch * b.context,
+    )
     for rows, together in (
         (b.tokens, BLOCK_SIZE),
         (b.batch, 1),
@@ -69,6 +79,18 @@ def paged_attention_cases(b: Workbench) -> Iterator[Case]:
             lambda rows=rows, together=together: _store(b, rows, together),
             rows * (2 * key + 8),
         )
+
+
+def _newest(b: Workbench, contexts) -> tuple:
+    *caches, tables = paged_cache(b, contexts)
+    index, offset = divmod(b.context - 1, BLOCK_SIZE)
+    slots = b.backend.to_numpy(tables)[:, index].astype(np.int64) * BLOCK_SIZE + offset
+    angles = rope_tables(b.config, b.backend, b.dtype)
+    position = min(b.context, len(angles[0])) - 1
+    norms = [b.norm_weight(b.dim) if b.config.qk_norm else None for _ in range(2)]
+    turn = *norms, *angles, b.backend.array(np.full(b.batch, position, np.int32))
+    given = *caches, b.backend.array(slots), b.random(b.batch, b.width), *turn, tables, b.backend.array(contexts)
+    return *given, b.heads, b.kv_heads, b.config.rms_norm_eps, b.context
 
 
 def _store(b: Workbench, rows: int, together: int) -> tuple:

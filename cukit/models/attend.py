@@ -26,12 +26,16 @@ class Turn:
         given = self.q_weight, self.k_weight, self.cos, self.sin, self.positions
         return qk_norm_rope(qkv, *given, self.num_heads, self.num_kv_heads, self.eps)
 
+    @property
+    def arrays(self) -> tuple:
+        """What a backend function takes after qkv."""
+        weights = [None if weight is None else weight.data for weight in (self.q_weight, self.k_weight)]
+        return *weights, self.cos, self.sin, self.positions
+
     def into(self, k_cache, v_cache, slot_mapping, qkv: Tensor):
         """Keys and values go to their slots of the caches. Returns an array like qkv that has the queries."""
-        weights = [None if weight is None else weight.data for weight in (self.q_weight, self.k_weight)]
-        sizes = self.num_heads, self.num_kv_heads, self.eps
-        caches = k_cache, v_cache, slot_mapping
-        return qkv.backend.qk_norm_rope_store(*caches, qkv.data, *weights, self.cos, self.sin, self.positions, *sizes)
+        given, sizes = (k_cache, v_cache, slot_mapping, qkv.data), (self.num_heads, self.num_kv_heads, self.eps)
+        return qkv.backend.qk_norm_rope_store(*given, *self.arrays, *sizes)
 
 
 @dataclass(slots=True)
@@ -76,6 +80,6 @@ class PagedDecode:
     max_context_len: int
 
     def __call__(self, layer_index, qkv, turn):
-        caches = self.kv[layer_index]
-        q, given = turn.into(*caches, self.slot_mapping, qkv), (self.block_tables, self.context_lens)
-        return Tensor(qkv.backend.paged_decode_attention(q, *caches, *given, turn.num_heads, self.max_context_len))
+        given = *self.kv[layer_index], self.slot_mapping, qkv.data, *turn.arrays, self.block_tables, self.context_lens
+        sizes = turn.num_heads, turn.num_kv_heads, turn.eps, self.max_context_len
+        return Tensor(qkv.backend.rope_paged_decode_attention(*given, *sizes))

@@ -79,6 +79,10 @@ def test_bytes_and_flops_by_hand():
         4 * 2 * 128 * 4 + 4 * 20 * 2 * 64 * 4 + 4 * 4 + 8 * 4,
         4 * 20 * 4 * 4 * 32,
     )
+    # beside: a key and a value written, a position and a slot a row; one row of angles (cos and sin of 16), two weights
+    assert cost(b, "rope_paged_decode_attention")[0] == (
+        cost(b, "paged_decode_attention")[0] + 4 * (2 * 64 * 4 + 4 + 8) + 3 * 32 * 4
+    )
     assert cost(b, "paged_prefill_attention", 1)[1] == 3 * (8 * 20 + 36) * 4 * 4 * 32
     assert cost(b, "linear_forward", 1) == (4 * (1 * 128 + 256 * 128 + 1 * 256), 2 * 128 * 256)
     assert cost(b, "linear_backward_weight") == (4 * 24 * (128 + 256) + 8 * 256 * 128, 2 * 24 * 128 * 256)

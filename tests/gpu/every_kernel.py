@@ -90,7 +90,13 @@ def attention(dtype, heads, kv_heads, dim, lengths, cache=None):
     last = be.array(be.to_numpy(qkv)[borders[1:] - 1])
     context *= np.arange(len(lengths)) != 1
     for paged_attention.FEW_BLOCKS in (0, 10**9):
-        be.paged_decode_attention(last, *caches, be.array(tables), be.array(context), heads, int(context.max()))
+        given = be.array(tables), be.array(context), heads
+        be.paged_decode_attention(last, *caches, *given, int(context.max()))
+        newest = np.where(context > 0, slots[borders[1:] - 1], -1)
+        norms, angles = [be.array(statistics(dim))] * 2, [be.array(statistics(9, dim // 2))] * 2
+        turn = *norms, *angles, be.array(np.arange(len(lengths), dtype=np.int32))
+        sizes = kv_heads, 1e-6, int(context.max())
+        be.rope_paged_decode_attention(*caches, be.array(newest), last, *turn, *given, *sizes)
     entries = (be.array(np.arange(len(lengths), dtype=np.int32)) for _ in range(3))
     be.update_block_tables(be.zeros((len(lengths), len(lengths)), np.int32), *entries)
     be.newest_tokens(*(be.array(np.arange(len(lengths), dtype=np.int32)) for _ in range(3)))

@@ -9,6 +9,8 @@ from cukit.backend.numpy import (
     copy_blocks,
     paged_decode_attention,
     paged_prefill_attention,
+    qk_norm_rope_forward,
+    rope_paged_decode_attention,
     store_kv,
     update_block_tables,
 )
@@ -139,6 +141,44 @@ def test_decode_equals_prefill_and_training_attention():
             position + 1,
         )
         np.testing.assert_allclose(out[0], whole[0, position].ravel(), rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("norm", [True, False])
+def test_a_step_that_turns_its_newest_tokens(norm):
+    """From the raw projection: each query sees its own key, turned and stored, and a ghost row stores nothing."""
+    lengths, (heads, kv_heads, dim) = [5, 300, 1], (4, 2, 16)
+    rng = np.random.default_rng(3)
+    weights = [rng.normal(size=dim) if norm else None for _ in range(2)]
+    angles = rng.uniform(0, 6, (300, dim // 2))
+    turn, sizes = (*weights, np.cos(angles), np.sin(angles)), (heads, kv_heads, 1e-6)
+    case = Paged(lengths, [1, 1, 1], heads, kv_heads, dim)
+    raw = [qkv[-1:] for qkv in case.qkv]
+    slots = case.tables[range(3), [(x - 1) // 4 for x in lengths]].astype(np.int64) * 4 + (np.array(lengths) - 1) % 4
+    for row, qkv in enumerate(
+        case.qkv
+    ):  # what the steps before have stored, and of the newest token what this one will
+        case.qkv[row], _ = qk_norm_rope_forward(qkv, *turn, np.arange(lengths[row]), *sizes)
+        index, offset = np.divmod(np.arange(lengths[row] - 1), 4)
+        places = case.tables[row, index].astype(np.int64) * 4 + offset
+        store_kv(case.k_cache, case.v_cache, case.qkv[row][:-1], places, heads, kv_heads)
+    for cache in (case.k_cache, case.v_cache):
+        cache.reshape(-1, kv_heads, dim)[slots] = np.nan
+    empty = [np.isnan(cache).sum() for cache in (case.k_cache, case.v_cache)]
+    out = rope_paged_decode_attention(
+        case.k_cache,
+        case.v_cache,
+        np.append(slots, -1),
+        np.concatenate([*raw, raw[0]]),
+        *turn,
+        np.array([4, 299, 0, 0]),
+        np.pad(case.tables, ((0, 1), (0, 0)), constant_values=-1),
+        np.array([*lengths, 0]),
+        *sizes,
+        300,
+    )
+    case.check(out[:3])
+    assert not out[3].any()
+    assert [np.isnan(cache).sum() for cache in (case.k_cache, case.v_cache)] == [x - 3 * kv_heads * dim for x in empty]
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(np.float32, 1e-5), (np.float16, 4e-3), (ml_dtypes.bfloat16, 3e-2)])

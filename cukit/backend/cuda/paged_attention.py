@@ -23,11 +23,13 @@ __all__ = [
     "paged_decode_attention",
     "paged_prefill_attention",
     "qk_norm_rope_store",
+    "rope_paged_decode_attention",
     "store_kv",
     "update_block_tables",
 ]
 
 CHUNK_KEYS = source_constant("paged_attention", "CHUNK_KEYS")
+TURNED_HEAD_DIM = source_constant("paged_attention", "TURNED_HEAD_DIM")
 THREADS = 256
 STAGING_BYTES = 32 << 20  # that copied blocks take on their way
 FEW_BLOCKS = 2 * MULTIPROCESSORS  # up to which several warps share a block's work; only speed depends on it
@@ -71,8 +73,7 @@ def qk_norm_rope_store(
         return out
     tokens, head_dim = _sizes(qkv, cos, sin, positions, num_heads, num_kv_heads)
     _check_caches(k_cache, v_cache, num_kv_heads, head_dim, qkv.dtype)
-    if len(slot_mapping) != tokens:
-        raise ValueError(f"{len(slot_mapping)} slots do not fit {tokens} tokens")
+    _check_slots(slot_mapping, tokens)
     kernels, groups = _rope_kernels(qkv.dtype, head_dim)
     out, to = empty(qkv.shape, qkv.dtype), (k_cache, v_cache, slot_mapping)
     blocks, sizes = -(-tokens * (num_heads + 2 * num_kv_heads) // groups), (tokens, num_heads, num_kv_heads, head_dim)
@@ -115,6 +116,40 @@ def paged_decode_attention(qkv, k_cache, v_cache, block_tables, context_lens, nu
     qkv (B, (H + 2K)·D), of which only the queries are read; block_tables (B or more, M) int32, of which the blocks of
     the first max_context_len keys are read (no context may be longer). Returns (B, H·D).
     """
+    return _decode(qkv, k_cache, v_cache, block_tables, context_lens, num_heads, max_context_len, (None,) * 6, 0.0)
+
+
+def rope_paged_decode_attention(
+    k_cache,
+    v_cache,
+    slot_mapping,
+    qkv,
+    q_weight,
+    k_weight,
+    cos,
+    sin,
+    positions,
+    block_tables,
+    context_lens,
+    num_heads,
+    num_kv_heads,
+    eps,
+    max_context_len,
+):
+    """qk_norm_rope_store and paged_decode_attention of what it returns, in one launch, with the same bits. A row's
+    slot is that of its last key, or -1; a ghost row has -1.
+    """
+    turn, given = (q_weight, k_weight, cos, sin, positions), (block_tables, context_lens, num_heads, max_context_len)
+    tokens, head_dim = _sizes(qkv, cos, sin, positions, num_heads, num_kv_heads)
+    if qkv.itemsize != 2 or head_dim > TURNED_HEAD_DIM or not _aligned(qkv, q_weight, k_weight, cos, sin):
+        queries = qk_norm_rope_store(k_cache, v_cache, slot_mapping, qkv, *turn, num_heads, num_kv_heads, eps)
+        return paged_decode_attention(queries, k_cache, v_cache, *given)
+    _check_slots(slot_mapping, tokens)
+    return _decode(qkv, k_cache, v_cache, *given, (*turn, slot_mapping), eps)
+
+
+def _decode(qkv, k_cache, v_cache, block_tables, context_lens, num_heads, max_context_len, turn, eps):
+    """turn: q_weight, k_weight, cos, sin, positions and the slots of new keys; all None where those are stored."""
     batch, (block_size, num_kv_heads, head_dim) = len(qkv), k_cache.shape[1:]
     _check_queries(qkv, k_cache, v_cache, block_tables, context_lens, num_heads, batch)
     if max_context_len > block_tables.shape[1] * block_size:
@@ -130,9 +165,9 @@ def paged_decode_attention(qkv, k_cache, v_cache, block_tables, context_lens, nu
     partial_stats = empty((batch, num_heads, chunks, 2), np.float32)
     variant = {"HEAD_DIM": head_dim} | _variant(k_cache)
     kernels = load("paged_attention", qkv.dtype, **variant)
-    grid = chunks, num_kv_heads * head_tiles, batch
-    sizes = num_heads, num_kv_heads, block_size, block_tables.shape[1], LOG2_E * head_dim**-0.5
-    given = out, partial_out, partial_stats, qkv, k_cache, v_cache, block_tables, context_lens, *sizes
+    grid = chunks, head_tiles * num_kv_heads, batch
+    sizes = num_heads // num_kv_heads, num_kv_heads, block_size, block_tables.shape[1], LOG2_E * head_dim**-0.5
+    given = out, partial_out, partial_stats, qkv, k_cache, v_cache, block_tables, context_lens, *turn, *sizes, eps
     if math.prod(grid) <= FEW_BLOCKS and qkv.itemsize == 2:
         few = load("paged_attention_few", qkv.dtype, **variant)
         threads, shared = few.constants("sharing_geometry", 2)
@@ -184,6 +219,16 @@ def paged_prefill_attention(qkv, k_cache, v_cache, block_tables, cu_seqlens_q, c
 def _variant(cache) -> dict[str, int]:
     """The defines of kernels for a cache of E4M3 codes, or of numbers in the model's dtype."""
     return {"CACHE_E4M3": 1} if cache.dtype == np.uint8 else {}
+
+
+def _aligned(*arrays) -> bool:
+    """Whether 16 bytes can be read at once from the beginning of each array on."""
+    return all(x is None or x.data.ptr % 16 == 0 for x in arrays)
+
+
+def _check_slots(slot_mapping, tokens):
+    if len(slot_mapping) != tokens:
+        raise ValueError(f"{len(slot_mapping)} slots do not fit {tokens} tokens")
 
 
 def _check_caches(k_cache, v_cache, num_kv_heads, head_dim, dtype):

@@ -17,6 +17,7 @@ __all__ = [
     "paged_decode_attention",
     "paged_prefill_attention",
     "qk_norm_rope_store",
+    "rope_paged_decode_attention",
     "store_kv",
     "update_block_tables",
 ]
@@ -95,6 +96,31 @@ def paged_decode_attention(qkv, k_cache, v_cache, block_tables, context_lens, nu
         keys, values = _gather(k_cache, v_cache, block_tables, lengths, rows, qkv.dtype)
         out[rows] = chunked_attention(queries[rows][:, None], keys, values, lengths[rows])[0][:, 0]
     return out.reshape(batch, num_heads * head_dim)
+
+
+def rope_paged_decode_attention(
+    k_cache,
+    v_cache,
+    slot_mapping,
+    qkv,
+    q_weight,
+    k_weight,
+    cos,
+    sin,
+    positions,
+    block_tables,
+    context_lens,
+    num_heads,
+    num_kv_heads,
+    eps,
+    max_context_len,
+):
+    """qk_norm_rope_store and paged_decode_attention of what it returns. A row's slot is that of its last key, or -1; a
+    ghost row has -1.
+    """
+    turn = q_weight, k_weight, cos, sin, positions
+    queries = qk_norm_rope_store(k_cache, v_cache, slot_mapping, qkv, *turn, num_heads, num_kv_heads, eps)
+    return paged_decode_attention(queries, k_cache, v_cache, block_tables, context_lens, num_heads, max_context_len)
 
 
 def paged_prefill_attention(qkv, k_cache, v_cache, block_tables, cu_seqlens_q, context_lens, num_heads):
