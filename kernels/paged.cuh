@@ -48,7 +48,7 @@ constexpr int TURNED_HEAD_DIM = 128;  // up to which, and of 16 bits, decoding t
 
 // What a block of decoding has: up to 16 query heads of one kv head, over the keys first ... end - 1 of one chunk.
 // Where these have the sequence's newest key, the block makes it and its value from the projection, stores them, and
-// puts them into its tiles; nobody reads them from the cache in this step. Reads start before any is waited for.
+// puts them into its tiles; this step does not read them from the cache. Reads start before any is waited for.
 template <int THREADS> struct DecodeBlock {
     using Element = Cached;
     static constexpr bool TURNS = sizeof(SCALAR) == 2 && HEAD_DIM <= TURNED_HEAD_DIM;
