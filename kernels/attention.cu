@@ -32,22 +32,31 @@ attention_forward(SCALAR* o, float* lse, const SCALAR* qkv, const int* cu_seqlen
     attend_queries(o, o_stride, lse, num_heads, q, k, v, piece.first, piece.length, 0, scale);
 }
 
-constexpr int DELTA_ROWS = 4;  // rows a block of attention_delta does
-constexpr int DELTA_THREADS = DELTA_ROWS * WARP;
+constexpr int DELTA_THREADS = 256, DELTA_LANES = 8;  // of a block of attention_delta, and of one of its rows
+constexpr int DELTA_ROWS = DELTA_THREADS / DELTA_LANES;
+constexpr int DELTA_VECTOR = HEAD_DIM % 8 == 0 ? 8 : 4;
 
-// delta = rowsum(do * o). One warp a row of D values.
+// delta = rowsum(do * o): the tree of a warp whose lanes do two values each, 64 on two more, … Four neighbours of that
+// tree are one lane here, which reads 16 bytes at a time.
 extern "C" __global__ void __launch_bounds__(DELTA_THREADS)
 attention_delta(float* delta, const SCALAR* do_, const SCALAR* o, long long rows) {
-    const long long row = blockIdx.x * (long long)DELTA_ROWS + threadIdx.x / WARP;
-    if (row >= rows) return;
-    float sum = 0.f;
-    for (int d = lane() * 2; d < HEAD_DIM; d += 2 * WARP) {
-        const Vec<SCALAR, 2> x = load_vec<2>(do_ + row * HEAD_DIM + d), y = load_vec<2>(o + row * HEAD_DIM + d);
-        sum = __fmaf_rn(to_float(x[0]), to_float(y[0]), sum);
-        sum = __fmaf_rn(to_float(x[1]), to_float(y[1]), sum);
-    }
-    sum = warp_sum(sum);
-    if (lane() == 0) delta[row] = sum;
+    const long long row = blockIdx.x * (long long)DELTA_ROWS + threadIdx.x / DELTA_LANES;
+    float sum[4] = {};
+#pragma unroll
+    for (int start = 0; start < HEAD_DIM; start += 8 * DELTA_LANES)
+#pragma unroll
+        for (int part = 0; part < 8; part += DELTA_VECTOR) {
+            const int d = start + threadIdx.x % DELTA_LANES * 8 + part;
+            if (row >= rows || d >= HEAD_DIM) continue;
+            const auto x = load_vec<DELTA_VECTOR>(do_ + row * HEAD_DIM + d);
+            const auto y = load_vec<DELTA_VECTOR>(o + row * HEAD_DIM + d);
+#pragma unroll
+            for (int i = 0; i < DELTA_VECTOR; i++)
+                sum[(part + i) / 2] = __fmaf_rn(to_float(x[i]), to_float(y[i]), sum[(part + i) / 2]);
+        }
+#pragma unroll
+    for (int i = 0; i < 4; i++) sum[i] = warp_sum<DELTA_LANES>(sum[i]);
+    if (row < rows && threadIdx.x % DELTA_LANES == 0) delta[row] = (sum[0] + sum[2]) + (sum[1] + sum[3]);
 }
 
 __device__ __forceinline__ Sequence sequence_of(const Piece& piece, SCALAR* dqkv, const SCALAR* do_, const SCALAR* qkv,

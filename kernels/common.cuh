@@ -38,6 +38,10 @@ template <> __device__ inline __half from_float<__half>(float x) { return __floa
 
 // x as it is after being stored as T: the rounding point of a value that a fused kernel keeps in a register
 template <typename T> __device__ inline float rounded(float x) { return to_float(from_float<T>(x)); }
+template <> __device__ inline float rounded<__nv_bfloat16>(float x) {  // its upper half, in one instruction
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(0.0f, x);
+    return __uint_as_float(*reinterpret_cast<const unsigned*>(&pair));
+}
 
 // ---- vectors: N elements that move in loads and stores of up to 16 bytes ----
 

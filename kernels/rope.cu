@@ -2,6 +2,7 @@
 // copied.
 //   forward:  q, k head -> RMSNorm with q_weight or k_weight (D,), rounded -> rotation of the pairs (i, i + D/2) by
 //             positions[t]
+//   turn:     the same without a norm, forwards or back
 //   store:    forward, with keys and values to a paged cache
 //   backward: the rotation turned back, rounded, then the norm's gradient; the weights' gradients in partial sums
 //             (2, gridDim.x, D)
@@ -18,19 +19,19 @@ constexpr int THREADS = 128;
 constexpr int GROUPS = THREADS / LANES;  // heads that a block does at a time
 
 // One head of one token: of T · (H + 2K), that of this thread's group. The turned (or copied) values go to
-// row_of(token, head), which may be null; rstd may be, too.
+// row_of(token, head), which may be null; rstd may be, too. vectorised is a constant here: after a branch for each
+// load, every load would wait for the one before.
 template <class RowOf>
-__device__ __forceinline__ void turn_head(RowOf row_of, bool rows_aligned, float* rstd, const SCALAR* qkv,
-                                          const float* q_weight, const float* k_weight, const float* cos,
-                                          const float* sin, const int* positions, int T, int H, int K, int D,
-                                          float eps) {
+__device__ __forceinline__ void turn_head(RowOf row_of, float* rstd, const SCALAR* qkv, const float* q_weight,
+                                          const float* k_weight, const float* cos, const float* sin,
+                                          const int* positions, int T, int H, int K, int D, float eps, float direction,
+                                          bool vectorised) {
     const int lane = threadIdx.x % LANES, half = D / 2;
     const unsigned heads = H + 2 * K, index = blockIdx.x * GROUPS + threadIdx.x / LANES;
     const bool inside = index < T * heads;  // lanes outside stay for the shuffles
     const unsigned t = index / heads, head = index % heads;
-    const bool vectorised = half % VECTOR == 0 && rows_aligned && aligned16(qkv) && aligned16(q_weight) &&
-                            aligned16(k_weight) && aligned16(cos) && aligned16(sin);
     const bool turned = inside && head < H + K;
+    const int position = positions[inside ? t : 0];  // of v as well: no branch, so that it comes along with x
     Slice x = {};
     if (inside) x.load(qkv + (long long)index * D, half, lane, vectorised);
     if (q_weight != nullptr) {
@@ -43,12 +44,24 @@ __device__ __forceinline__ void turn_head(RowOf row_of, bool rows_aligned, float
         }
     }
     if (turned) {
-        const long long row = (long long)positions[t] * half;
-        x.rotate(cos + row, sin + row, half, lane, vectorised, 1.0f);
+        const long long row = (long long)position * half;
+        x.rotate(cos + row, sin + row, half, lane, vectorised, direction);
     }
     if (!inside) return;
     SCALAR* to = row_of(t, head);
     if (to != nullptr) x.store(to, half, lane, vectorised);
+}
+
+template <class RowOf>
+__device__ __forceinline__ void turn_heads(RowOf row_of, bool rows_aligned, float* rstd, const SCALAR* qkv,
+                                           const float* q_weight, const float* k_weight, const float* cos,
+                                           const float* sin, const int* positions, int T, int H, int K, int D,
+                                           float eps, float direction = 1.0f) {
+    if (D / 2 % VECTOR == 0 && rows_aligned && aligned16(qkv) && aligned16(q_weight) && aligned16(k_weight) &&
+        aligned16(cos) && aligned16(sin))
+        turn_head(row_of, rstd, qkv, q_weight, k_weight, cos, sin, positions, T, H, K, D, eps, direction, true);
+    else
+        turn_head(row_of, rstd, qkv, q_weight, k_weight, cos, sin, positions, T, H, K, D, eps, direction, false);
 }
 
 // Grid: enough blocks for T · (H + 2K) heads, GROUPS a block. The 1 lets the compiler take registers enough: float32 on
@@ -57,7 +70,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 qk_norm_rope_forward(SCALAR* out, float* rstd, const SCALAR* qkv, const float* q_weight, const float* k_weight,
                      const float* cos, const float* sin, const int* positions, int T, int H, int K, int D, float eps) {
     auto row_of = [&](unsigned t, unsigned head) { return out + ((long long)t * (H + 2 * K) + head) * D; };
-    turn_head(row_of, aligned16(out), rstd, qkv, q_weight, k_weight, cos, sin, positions, T, H, K, D, eps);
+    turn_heads(row_of, aligned16(out), rstd, qkv, q_weight, k_weight, cos, sin, positions, T, H, K, D, eps);
+}
+
+// The same grid, for heads without a norm: the backward pass is this with direction -1, and holds no sums.
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+rope_turn(SCALAR* out, const SCALAR* qkv, const float* cos, const float* sin, const int* positions, int T, int H, int K,
+          int D, float direction) {
+    auto row_of = [&](unsigned t, unsigned head) { return out + ((long long)t * (H + 2 * K) + head) * D; };
+    turn_heads(row_of, aligned16(out), nullptr, qkv, nullptr, nullptr, cos, sin, positions, T, H, K, D, 0.0f,
+               direction);
 }
 
 // The same grid. Keys and values go to slots (T) int64 of the caches (slots, K, D), those of slot -1 nowhere.
@@ -70,8 +92,8 @@ qk_norm_rope_store(SCALAR* out, SCALAR* k_cache, SCALAR* v_cache, const long lon
         const long long slot = slots[t];
         return slot < 0 ? nullptr : (head < H + K ? k_cache : v_cache) + (slot * K + (head - H) % K) * D;
     };
-    turn_head(row_of, aligned16(out) && aligned16(k_cache) && aligned16(v_cache), nullptr, qkv, q_weight, k_weight, cos,
-              sin, positions, T, H, K, D, eps);
+    turn_heads(row_of, aligned16(out) && aligned16(k_cache) && aligned16(v_cache), nullptr, qkv, q_weight, k_weight,
+               cos, sin, positions, T, H, K, D, eps);
 }
 
 // Grid (blocks, 3): blockIdx.y = 0 does q, 1 k, 2 v; a block goes through heads of its kind and sums its share of the

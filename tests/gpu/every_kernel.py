@@ -188,6 +188,15 @@ def ranks(dtype):
         be.embedding_backward(be.zeros((rows, cols), "float32"), parts[1], ids, 4)
 
 
+def norms(dtype):
+    """The gradient of wide rows, several to a block."""
+    be = backend_for("cuda")
+    for rows, cols in ((1500, 520), (300, 2056)):
+        x, dy = (be.array(normal(rows, cols, seed=seed).astype(be.dtype_of(dtype))) for seed in (1, 2))
+        w, rstd = be.array(statistics(cols)), be.array(statistics(rows, 1))
+        be.add_rms_norm_backward_remade(be.zeros((cols,), "float32"), dy, x, x, w, rstd, 1e-6)
+
+
 def returns_and_ppo_loss():
     be = backend_for("cuda")
     columns = [be.array(statistics(113, seed=s)) for s in range(9)]
@@ -248,6 +257,7 @@ def main():
             filters(dtype)
             strays(dtype)
             ranks(dtype)
+            norms(dtype)
         if "attention" in parts:
             for heads, kv_heads, dim in ((2, 1, 64), (7, 1, 128), (2, 2, 20), (2, 1, 132)):
                 attention(dtype, heads, kv_heads, dim, [70, 1, 300])

@@ -77,6 +77,30 @@ def test_what_is_remade_has_the_bits_of_the_forward_pass(rows, cols, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows, cols", [(1, 512), (3001, 576), (1500, 1000), (989, 1280), (700, 2048), (300, 4096)])
+def test_aligned_gradients_have_the_bits_of_others(rows, cols, dtype):
+    """Of aligned arrays a thread does several threads' work, but for float32 rows that are too wide."""
+    be = backend_for("cuda")
+
+    def array(seed, offset):
+        padded = be.zeros((rows * cols + offset,), dtype)
+        padded[offset:] = be.array(normal(rows, cols, seed=seed).astype(padded.dtype)).ravel()
+        return padded[offset:].reshape(rows, cols)
+
+    w = be.array(statistics(cols, around=1, scale=0.1))
+    rstd = be.rms_norm_forward(array(1, 0), w, 1e-6)[1]
+    for seed in (3, None):  # dsummed, or none
+        results = []
+        for offset in (0, 1):
+            dy, x, dw = array(2, offset), array(1, offset), be.zeros((cols,), "float32")
+            dsummed = None if seed is None else array(seed, offset)
+            dx, y = be.add_rms_norm_backward_remade(dw, dy, dsummed, x, w, rstd, 1e-6)
+            alone = be.add_rms_norm_backward(None, dy, dsummed, x, w, rstd)
+            results.append([be.to_numpy(found).tobytes() for found in (dx, y, dw, alone)])
+        assert results[0] == results[1] and results[0][0] == results[0][3]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("cols", [13, 1024, 5120])
 def test_a_row_alone_has_the_bits_of_the_row_in_a_batch(dtype, cols):
     """Also where the row alone is aligned and the row in the batch is not, and with the residual added before or

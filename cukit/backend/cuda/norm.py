@@ -11,7 +11,9 @@ MAX_COLUMNS = 24 * 1024
 # Threads in flight in the backward pass: half of what an H100 holds, so partial sums stay small.
 BACKWARD_THREADS = 132 * 1024
 MAX_THREADS, WARP = source_constant("norm", "MAX_THREADS"), source_constant("norm", "WARP")
+FOLD, STAGES = source_constant("norm", "FOLD"), source_constant("norm", "STAGES")
 SUM_BLOCK = (WARP, WARP)  # of the column sums: columns, rows at a time
+ADD_COLUMNS = source_constant("norm", "ADD_COLUMNS")
 
 
 def rms_norm_forward(x, w, eps):
@@ -70,13 +72,22 @@ def _backward(dw, dy, dsummed, summed, w, rstd, y):
     threads = _threads(summed)
     blocks = min(rows, BACKWARD_THREADS // threads)
     dx, partial = empty(summed.shape, summed.dtype), None if dw is None else empty((blocks, cols), "float32")
-    shared = -(-cols * 4 // 32) * 32
-    load("norm", summed.dtype).rms_norm_backward(
-        blocks, threads, dx, y, partial, dy, dsummed, summed, w, rstd, rows, cols, shared=shared
-    )
+    kernels, block, shared = load("norm", summed.dtype), threads, -(-cols * 4 // 32) * 32
+    kernel = kernels.rms_norm_backward
+    if _folds(threads, dy, dsummed, summed, w):
+        kernel, block = kernels.rms_norm_backward_folded, -(-threads // (FOLD * WARP)) * WARP
+        shared = cols * (STAGES * 3 * summed.itemsize + 4)
+    kernel(blocks, block, dx, y, partial, dy, dsummed, summed, w, rstd, rows, cols, shared=shared)
     if dw is not None:
         _add_columns(dw, partial)
     return dx
+
+
+def _folds(threads, dy, dsummed, summed, w):
+    """Whether rms_norm_backward_folded can do it, and has at least three threads' work for each of its own."""
+    vectors, rest = divmod(summed.shape[-1] * summed.itemsize, 16)
+    given = [dy, summed, w] if dsummed is None else [dy, summed, w, dsummed]
+    return 2 * WARP < threads and rest == 0 and vectors <= threads and all(x.data.ptr % 16 == 0 for x in given)
 
 
 def _threads(x):
@@ -105,7 +116,8 @@ def _add_columns(out, partial):
     """out (C,) += the sum of partial (R, C) over its rows, in a fixed order; both float32."""
     rows, cols = partial.shape
     if rows:
-        load("norm", "float32").column_sum_add(-(-cols // WARP), SUM_BLOCK, out, partial, rows, cols)
+        block = (ADD_COLUMNS, WARP)
+        load("norm", "float32").column_sum_add(-(-cols // ADD_COLUMNS), block, out, partial, rows, cols)
 
 
 def _add_column_sums(out, x):

@@ -20,10 +20,13 @@ def qk_norm_rope_forward(qkv, q_weight, k_weight, cos, sin, positions, num_heads
     """Returns (out like qkv, rstd (T, H + K, 1) or None). v is copied; q_weight, k_weight (D,) or None for no norm."""
     tokens, head_dim = _sizes(qkv, cos, sin, positions, num_heads, num_kv_heads)
     kernels, groups = _kernels(qkv.dtype, head_dim)
-    out, rstd = empty(qkv.shape, qkv.dtype), None
-    if q_weight is not None:
-        rstd = empty((tokens, num_heads + num_kv_heads, 1), "float32")
+    out = empty(qkv.shape, qkv.dtype)
     blocks = -(-tokens * (num_heads + 2 * num_kv_heads) // groups)
+    if q_weight is None:
+        sizes = (tokens, num_heads, num_kv_heads, head_dim)
+        kernels.rope_turn(blocks, THREADS, out, qkv, cos, sin, positions, *sizes, 1.0)
+        return out, None
+    rstd = empty((tokens, num_heads + num_kv_heads, 1), "float32")
     kernels.qk_norm_rope_forward(
         blocks,
         THREADS,
@@ -52,9 +55,14 @@ def qk_norm_rope_backward(
     if dout.shape != qkv.shape:
         raise ValueError(f"dout of shape {dout.shape} does not fit qkv of shape {qkv.shape}")
     kernels, groups = _kernels(qkv.dtype, head_dim)
+    if q_weight is None:
+        dqkv, blocks = empty(qkv.shape, qkv.dtype), -(-tokens * (num_heads + 2 * num_kv_heads) // groups)
+        sizes = (tokens, num_heads, num_kv_heads, head_dim)
+        kernels.rope_turn(blocks, THREADS, dqkv, dout, cos, sin, positions, *sizes, -1.0)
+        return dqkv
     blocks = min(-(-tokens * max(num_heads, num_kv_heads) // groups), BACKWARD_BLOCKS)
     dqkv, partial = empty(qkv.shape, qkv.dtype), None
-    if q_weight is not None and dq_weight is not None:
+    if dq_weight is not None:
         partial = empty((2, blocks, head_dim), "float32")
     kernels.qk_norm_rope_backward(
         (blocks, 3),
