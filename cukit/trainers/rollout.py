@@ -138,6 +138,8 @@ class Rollout:
         elif self.episodes is None:
             requests = self.llm.run(prompts, params, between_steps, None if more is None else further)
             samples = _samples(self.llm, requests)
+            for request in requests:  # it and its samples name one another: they would wait for a collection
+                request.sequences.clear()
         else:
             assert row_of is not None
             groups = self.episodes.play(prompts, row_of, params, between_steps, None if more is None else further)
