@@ -149,15 +149,18 @@ class Sequence:
         return self.token_ids[self.prompt_length :]
 
     def shown_text(self, tokenizer: Tokenizer) -> str:
-        """The text of a finished sample: without special tokens, cut before what stopped it."""
-        if self.shown is None and self.text is not None:
-            self.shown = self.text.text
-        if self.shown is None:
+        """The text without special tokens, cut before what stopped it; a finished sample keeps it."""
+        if self.shown is not None:
+            return self.shown
+        if self.text is not None:
+            text = self.text.text
+        else:
             request, ids = self.request, self.completion_ids.tolist()
             ids = ids[:-1] if self.finish_reason == "stop" else ids  # a stop token is no part of it, special or not
             request.context = request.context or context_of(tokenizer, request.prompt_ids)
-            self.shown = text_after(tokenizer, request.prompt_ids, ids, context=request.context)
-        return self.shown
+            text = text_after(tokenizer, request.prompt_ids, ids, context=request.context)
+        self.shown = None if self.finish_reason is None else text
+        return text
 
     @property
     def order(self) -> tuple[int, int]:
