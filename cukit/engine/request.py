@@ -178,9 +178,8 @@ class Sequence:
 
     def append(self, token: int | np.integer, logprob: np.floating) -> None:
         """Add a drawn token to a sequence without a row."""
-        self.ids = np.concatenate([self.ids, np.array([token], np.int32)])
-        drawn = np.array([logprob])
-        self.drawn = np.concatenate([self.drawn.astype(drawn.dtype, copy=False), drawn])
+        self.ids = _longer(self.ids, token, self.ids.dtype)
+        self.drawn = _longer(self.drawn, logprob, logprob.dtype)
 
     def look_for_end(self, token: int) -> None:
         """Finish the sequence if its newest token ends it: by a stop id, then a stop string, then the length."""
@@ -211,3 +210,10 @@ class Sequence:
                 "length",
             ):  # the last characters held a stop string
                 self.finish_reason, self.stop_reason = "stop", self.text.stopped_by
+
+
+def _longer(values: np.ndarray, last: int | np.number, dtype: np.dtype) -> np.ndarray:
+    """The values and one more."""
+    found = np.empty(len(values) + 1, dtype)
+    found[:-1], found[-1] = values, last
+    return found
