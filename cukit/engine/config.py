@@ -177,3 +177,10 @@ class SamplingParams(SamplingOptions):
             self.min_tokens <= self.max_tokens,
             f"min_tokens={self.min_tokens} must not exceed max_tokens={self.max_tokens}",
         )
+
+    def with_seed(self, seed: int | None) -> "SamplingParams":
+        """These with another seed; what was checked is not checked again."""
+        found = object.__new__(type(self))
+        found.__dict__.update(self.__dict__)
+        found.seed = seed
+        return found

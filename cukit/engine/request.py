@@ -149,15 +149,18 @@ class Sequence:
         return self.token_ids[self.prompt_length :]
 
     def shown_text(self, tokenizer: Tokenizer) -> str:
-        """The text of a finished sample: without special tokens, cut before what stopped it."""
-        if self.shown is None and self.text is not None:
-            self.shown = self.text.text
-        if self.shown is None:
+        """The text without special tokens, cut before what stopped it; a finished sample keeps it."""
+        if self.shown is not None:
+            return self.shown
+        if self.text is not None:
+            text = self.text.text
+        else:
             request, ids = self.request, self.completion_ids.tolist()
             ids = ids[:-1] if self.finish_reason == "stop" else ids  # a stop token is no part of it, special or not
             request.context = request.context or context_of(tokenizer, request.prompt_ids)
-            self.shown = text_after(tokenizer, request.prompt_ids, ids, context=request.context)
-        return self.shown
+            text = text_after(tokenizer, request.prompt_ids, ids, context=request.context)
+        self.shown = None if self.finish_reason is None else text
+        return text
 
     @property
     def order(self) -> tuple[int, int]:
@@ -175,9 +178,8 @@ class Sequence:
 
     def append(self, token: int | np.integer, logprob: np.floating) -> None:
         """Add a drawn token to a sequence without a row."""
-        self.ids = np.concatenate([self.ids, np.array([token], np.int32)])
-        drawn = np.array([logprob])
-        self.drawn = np.concatenate([self.drawn.astype(drawn.dtype, copy=False), drawn])
+        self.ids = _longer(self.ids, token, self.ids.dtype)
+        self.drawn = _longer(self.drawn, logprob, logprob.dtype)
 
     def look_for_end(self, token: int) -> None:
         """Finish the sequence if its newest token ends it: by a stop id, then a stop string, then the length."""
@@ -208,3 +210,10 @@ class Sequence:
                 "length",
             ):  # the last characters held a stop string
                 self.finish_reason, self.stop_reason = "stop", self.text.stopped_by
+
+
+def _longer(values: np.ndarray, last: int | np.number, dtype: np.dtype) -> np.ndarray:
+    """The values and one more."""
+    found = np.empty(len(values) + 1, dtype)
+    found[:-1], found[-1] = values, last
+    return found

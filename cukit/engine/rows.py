@@ -97,13 +97,13 @@ class Rows:
             index, offset = divmod(length - 1, self._block_size)
             if index < len(seq.block_table):  # else give_blocks() comes before the next step
                 host.slot_mapping[row] = seq.block_table[index] * self._block_size + offset
-            self._set_stop_ids(row, sorted(seq.request.stop_ids))
             self._set_seen(row, seq.ids, params.repetition_penalty != 1)
             self._count_kinds(params, 1)
             self._count_adapter(seq.request.adapter, 1)
             self._stale[seq] = 0
         requests = [seq.request for seq in entering]
         settings = [request.params for request in requests]
+        self._set_stop_ids(rows, [sorted(request.stop_ids) for request in requests])
         host.tokens[rows] = [seq.ids[-1] for seq in entering]
         self._lengths[rows] = [len(seq.ids) for seq in entering]
         host.positions[rows] = self._lengths[rows] - 1
@@ -192,12 +192,12 @@ class Rows:
             return
         self.adapters = tuple(sorted(self._adapters, key=number_of))
 
-    def _set_stop_ids(self, row: int, stop_ids: list[int]) -> None:
-        missing = len(stop_ids) - self._stop_ids.shape[1]
+    def _set_stop_ids(self, rows: slice, stop_ids: list[list[int]]) -> None:
+        missing = max(map(len, stop_ids), default=0) - self._stop_ids.shape[1]
         if missing > 0:
             self._stop_ids = np.pad(self._stop_ids, ((0, 0), (0, missing)), constant_values=-1)
-        self._stop_ids[row] = -1
-        self._stop_ids[row, : len(stop_ids)] = stop_ids
+        shape = len(stop_ids), self._stop_ids.shape[1]  # maybe of no row
+        self._stop_ids[rows] = np.reshape([ids + [-1] * (shape[1] - len(ids)) for ids in stop_ids], shape)
 
     def _set_seen(self, row: int, ids: np.ndarray, penalised: bool) -> None:
         if penalised and self._seen is None:

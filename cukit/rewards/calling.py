@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import traceback
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from types import CodeType, FrameType
@@ -30,10 +30,11 @@ class RewardBatch:
     trainer_state: TrainerState | None = None
 
     def keywords(self, function: Callable, log: RewardLog | None) -> dict:
-        """The keywords of a call, in lists of its own: a reward may change what it is given. The names here and TRL's
-        win over columns of the data.
+        """The keywords of a call, in lists of its own: a user's reward may change what it is given. The names here and
+        TRL's win over columns of the data.
         """
-        found = _own({**self.columns, "prompts": self.prompts, "completions": self.completions})
+        found: dict[str, Any] = {**self.columns, "prompts": self.prompts, "completions": self.completions}
+        found, names = found if _is_built_in(function) else _own(found), _names_taken(function)
         found["completion_ids"] = [ids[:] for ids in self.completion_ids]
         more: dict[str, Any] = {
             "prompt_ids": None if self.prompt_ids is None else [ids[:] for ids in self.prompt_ids],
@@ -41,7 +42,8 @@ class RewardBatch:
             "trainer_state": self.trainer_state,
         }
         more |= {} if log is None else {"log_extra": log.extra, "log_metric": log.metric}
-        return found | {key: value for key, value in more.items() if value is not None and _takes(function, key)}
+        more = {key: value for key, value in more.items() if value is not None}
+        return found | {key: value for key, value in more.items() if names is None or key in names}
 
 
 def call_reward(
@@ -161,14 +163,18 @@ def _own(value: Any) -> Any:
     return [_own(part) for part in value] if isinstance(value, list) else value
 
 
-def _takes(function: Callable, keyword: str) -> bool:
-    """Whether a function can be called with this keyword; what has no signature is thought to take it."""
+def _is_built_in(function: Callable) -> bool:
+    """Whether the code is this package's; a user's function may wrap it and take its name."""
+    return getattr(function, "__globals__", {}).get("__name__", "").startswith("cukit.rewards.")
+
+
+def _names_taken(function: Callable) -> Collection[str] | None:
+    """The keywords that a function can be called with, None for all; what has no signature is thought to take all."""
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):
-        return True
-    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    return takes_all or keyword in parameters
+        return None
+    return None if any(one.kind is one.VAR_KEYWORD for one in parameters.values()) else parameters
 
 
 def _code_of(function: Callable) -> CodeType | None:

@@ -139,9 +139,11 @@ class Tokenizer:
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """Text of `ids`; ids the tokenizer does not have give no text, halves of characters give U+FFFD."""
-        size = self.vocab_size
-        known = [token for token in ids if 0 <= token < size]
-        return self._backend.decode(known, skip_special_tokens=skip_special_tokens)
+        ids = list(ids)
+        try:
+            return self._backend.decode(ids, skip_special_tokens)  # leaves out what it does not have
+        except OverflowError:  # and takes none below 0 or beyond 32 bits
+            return self._backend.decode([token for token in ids if 0 <= token < self.vocab_size], skip_special_tokens)
 
     def text_of(self, token_id: int) -> str:
         """Text of one id alone, special tokens included; it is kept, so that the next call is quick."""

@@ -22,6 +22,7 @@ from ..models.logprobs import PackedTokens, batches_by_tokens, concatenated, pos
 
 # The order of the codes in PackedBatch.finish_reasons.
 FINISH_REASONS = ("stop", "length", "abort", "error")
+ALIGNED = 256  # bytes: where a column may begin on a device
 
 
 @dataclass
@@ -124,11 +125,9 @@ class PackedBatch:
             ids = np.append(ids, np.full(room, ids[0], np.int32))
             positions = np.append(positions, np.zeros(room, np.int32))
             borders = np.append(borders, np.int32(total + room))
-        moved = {
-            name: backend.array(column) for name, column in self._columns(ON_DEVICE) if name not in ("ids", "positions")
-        }
-        borders = backend.array(borders), backend.array(self.cu_learnt)
-        return replace(self, ids=backend.array(ids), positions=backend.array(positions), _borders=borders, **moved)
+        columns = dict(self._columns(ON_DEVICE)) | {"ids": ids, "positions": positions}
+        moved = _sent(backend, columns | {"cu_seqlens": borders, "cu_learnt": self.cu_learnt})
+        return replace(self, _borders=(moved.pop("cu_seqlens"), moved.pop("cu_learnt")), **moved)
 
     def micro_batches(self, index: int, max_tokens: int, share: Callable | None = None) -> list[Rows]:
         """The rows of optimizer batch `index` in passes of at most max_tokens tokens (a longer row stands alone).
@@ -190,6 +189,19 @@ LEARNT_COLUMNS = (
 )
 ON_DEVICE = ("ids", "positions", "weights_versions", "adapter_ids", *LEARNT_COLUMNS)
 SAVED = tuple(field.name for field in fields(PackedBatch) if not field.name.startswith("_"))
+
+
+def _sent(backend, columns: dict[str, np.ndarray]) -> dict[str, Any]:
+    """The columns on the device, in one copy: each costs the host more than the few bytes of a column."""
+    places, end = {}, 0
+    for name, column in columns.items():
+        places[name] = slice(end, end + column.nbytes)
+        end += -(-column.nbytes // ALIGNED) * ALIGNED
+    host = np.zeros(end, np.uint8)
+    for name, column in columns.items():
+        host[places[name]] = np.ascontiguousarray(column).view(np.uint8)
+    sent = backend.array(host)
+    return {name: sent[places[name]].view(column.dtype) for name, column in columns.items()}
 
 
 @dataclass

@@ -11,6 +11,7 @@ from ..models.weights import whole_model
 from ..runs import checkpoint
 from ..runs.evaluations import drop_later_evaluations
 from ..runs.folder import RunLock, leave_run_folder, open_run_folder, write_run_config
+from ..runs.garbage import rare_collections
 from ..runs.metrics import MetricsLogger, MetricsWindow
 from ..runs.record import RunRecord, check_method
 from ..runs.report import write_report_at_end
@@ -137,7 +138,8 @@ class Run:
         if trainer.model.adapter is not None:
             logger.info("%s", described(trainer.model))
         logger.info("memory:\n%s", self.ranks.tables(trainer.plan.table()))
-        with self.ranks.progress(trainer.total_steps, trainer.label, trainer.global_step) as trainer.progress:
+        progress = self.ranks.progress(trainer.total_steps, trainer.label, trainer.global_step)
+        with rare_collections(), progress as trainer.progress:
             try:
                 trainer.call("on_train_begin")
                 self._evaluate_if_due()

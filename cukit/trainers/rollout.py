@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 
 import numpy as np
@@ -123,11 +123,11 @@ class Rollout:
         the completions those of the groups that ended on this one. ValueError if the model's numbers are finite in no
         completion at all.
         """
-        params = [replace(sampling, seed=None if seeds is None else seeds[i]) for i in range(len(prompts))]
+        params = [sampling.with_seed(seed) for seed in seeds or [None] * len(prompts)]
 
         def further(places, ended):
             samples = _samples(self.llm, ended) if self.episodes is None else _samples_of(self.llm, ended)
-            return [(ids, replace(sampling, seed=seed)) for ids, seed in more(places, samples)]
+            return [(ids, sampling.with_seed(seed)) for ids, seed in more(places, samples)]
 
         self.llm.wake_up()
         if dealt is not None:
@@ -138,6 +138,8 @@ class Rollout:
         elif self.episodes is None:
             requests = self.llm.run(prompts, params, between_steps, None if more is None else further)
             samples = _samples(self.llm, requests)
+            for request in requests:  # it and its samples name one another: they would wait for a collection
+                request.sequences.clear()
         else:
             assert row_of is not None
             groups = self.episodes.play(prompts, row_of, params, between_steps, None if more is None else further)

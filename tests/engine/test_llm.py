@@ -271,6 +271,16 @@ def test_sleep_wake_close():
         llm.generate([1, 2], GREEDY)
 
 
+def test_the_text_of_a_request_that_was_looked_at_grows_on():
+    llm, prompt = reciting_llm("Say:", byte_tokens(" one two three"))
+    request = llm.add_request(prompt, SamplingParams(max_tokens=12, temperature=0, ignore_eos=True))
+    seen = []
+    while not request.finished:
+        llm.step()
+        seen.append(llm.output(request).outputs[0])
+    assert all(one.text == llm.tokenizer.decode(one.token_ids) for one in seen) and len({one.text for one in seen}) > 5
+
+
 def test_abort_and_abandoned_stream_leave_a_clean_engine():
     llm = tiny_llm(num_kv_blocks=20)
     request = llm.add_request([1] * 9, SamplingParams(n=3, max_tokens=30))

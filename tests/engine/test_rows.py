@@ -87,13 +87,15 @@ def test_only_changes_of_block_tables_are_sent(monkeypatch):
     assert rows.host.slot_mapping[:2].tolist() == [9 * 4, 1 * 4 + 1]
 
 
-def test_advance_names_the_rows_to_look_at():
+@pytest.mark.parametrize("at_once", [1, 2, 5])
+def test_advance_names_the_rows_to_look_at(at_once):
     rows = make_rows(8)
     kinds = [{}, {"stop_token_ids": [5, 9]}, {"stop_token_ids": [6]}, {}, {}]
     found = [sequence(number, 3, blocks=[number], **kind) for number, kind in enumerate(kinds)]
     found[4].request.limit = 4
-    for seq in found:
-        rows.enter(seq)
+    rows.enter()  # nothing came
+    for first in range(0, 5, at_once):
+        rows.enter(*found[first : first + at_once])
     looked_at = rows.advance(np.array([9, 9, 9, 9, 9], np.int32), np.array([-1, -1, -1, np.nan, -1], np.float32))
     assert looked_at.tolist() == [1, 3, 4]
     assert rows.host.tokens.tolist() == [9] * 5 + [0] * 3 and rows.host.positions.tolist() == [3] * 5 + [0] * 3

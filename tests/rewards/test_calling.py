@@ -1,5 +1,6 @@
 """What a reward is given, how its faults are reported, and the reward that reads what the template began."""
 
+import copy
 import functools
 import sys
 
@@ -188,6 +189,31 @@ def test_a_reward_may_change_what_it_is_given():
     assert call_reward(changes, "r", prompts, completions, ids, columns, prompt_ids=prompt_ids) == [1.0, 1.0]
     assert prompts == [message("p"), message("q")] and completions == [message("a"), message("b")]
     assert (ids, prompt_ids, columns) == ([[1], [2]], [[3], [4]], {"answer": [["x"], None]})
+
+
+def test_a_wrapper_of_a_built_in_reward_may_change_what_it_is_given():
+    @functools.wraps(BUILTIN_REWARDS["exact"])
+    def changes(completions, **kwargs):
+        completions[:] = ["gone"] * len(completions)
+        return [0.0] * len(completions)
+
+    completions = ["6", "7"]
+    assert call(changes, completions, {"answer": ["6", "6"]}) == [0.0, 0.0] and completions == ["6", "7"]
+
+
+@pytest.mark.parametrize("name", [name for name in BUILTIN_REWARDS if name != "math"])
+@pytest.mark.parametrize("conversational", [False, True])
+def test_built_in_rewards_change_nothing_that_they_are_given(name, conversational):
+    """They get the lists themselves, which other rewards get copies of afterwards."""
+    text = "<think>a</think> 2*3 = \\boxed{6}\n#### 6"
+    completions = [message(text)] if conversational else [text]
+    columns = {"answer": [["6", "7"]], "solution": ["6"], "numbers": [[2, 3]], "target": [6], "tests": [["assert 1"]]}
+    given = {"columns": columns, "prompts": [message("p")], "completions": completions}
+    before = copy.deepcopy(given)
+    parameters = {"length": "target=3", "overlong": "max_length=4, buffer=2"}
+    reward = load_reward(f"{name}({parameters.get(name, '')})")
+    call_reward(reward, name, given["prompts"], completions, [[5]], columns, [[4]], ["p"])
+    assert given == before
 
 
 class OfAnotherLibrary:

@@ -64,6 +64,31 @@ def test_rows_are_views(rng):
         Rows(batch, 0, 1).prompt_lengths  # noqa: B018
 
 
+def test_all_columns_go_to_the_device_in_one_copy(rng, bucketed, monkeypatch):
+    """Each as it was, and where the widest load of a kernel may begin."""
+    batch, *_ = random_batch(rng, adapter_ids=np.zeros(0, np.int32))
+    batch.weights = batch.weights.astype(np.float32)
+    copies = []
+    monkeypatch.setattr(bucketed, "array", lambda host: copies.append(np.array(host)) or copies[-1])
+    moved = batch.to(bucketed)
+    assert len(copies) == 1
+    for name in (
+        "ids",
+        "positions",
+        "adapter_ids",
+        "predictors",
+        "targets",
+        "weights",
+        "advantages",
+        "logprobs",
+        "values",
+    ):
+        before, after = getattr(batch, name), getattr(moved, name)
+        assert after.dtype == before.dtype and after[: len(before)].tobytes() == before.tobytes()
+        assert (after.ctypes.data - copies[0].ctypes.data) % 256 == 0
+    assert moved._borders[1].tolist() == batch.cu_learnt.tolist() and moved._borders[0][-1] == len(moved.ids)
+
+
 def test_the_first_token_of_a_row_is_never_learnt(rng):
     batch = PackedBatch.build([[5, 6], [7], [8, 9, 10]], np.ones(6, bool))
     assert batch.mask.tolist() == [False, True, False, False, True, True]
