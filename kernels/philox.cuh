@@ -4,23 +4,15 @@
 
 using u64 = unsigned long long;
 
-// The low and the high word of a · b. Of a 64-bit product in C the compiler makes two instructions, one adding 0.
-__device__ __forceinline__ uint2 wide_product(unsigned a, unsigned b) {
-    uint2 product;
-    asm("{ .reg .u64 wide; mul.wide.u32 wide, %2, %3; mov.b64 {%0, %1}, wide; }"
-        : "=r"(product.x), "=r"(product.y)
-        : "r"(a), "r"(b));
-    return product;
-}
-
 // Philox4x32-10 (Salmon et al. 2011): the words of the ids 4 block .. 4 block + 3.
 __device__ __forceinline__ uint4 philox(u64 seed, unsigned position, unsigned block) {
     uint4 word = make_uint4(position, block, 0, 0);
     unsigned key_0 = (unsigned)seed, key_1 = (unsigned)(seed >> 32);
 #pragma unroll
     for (int round = 0; round < 10; round++) {
-        const uint2 product_0 = wide_product(word.x, 0xD2511F53u), product_1 = wide_product(word.z, 0xCD9E8D57u);
-        word = make_uint4(product_1.y ^ word.y ^ key_0, product_1.x, product_0.y ^ word.w ^ key_1, product_0.x);
+        const u64 product_0 = (u64)word.x * 0xD2511F53u, product_1 = (u64)word.z * 0xCD9E8D57u;
+        word = make_uint4((unsigned)(product_1 >> 32) ^ word.y ^ key_0, (unsigned)product_1,
+                          (unsigned)(product_0 >> 32) ^ word.w ^ key_1, (unsigned)product_0);
         key_0 += 0x9E3779B9u, key_1 += 0xBB67AE85u;
     }
     return word;

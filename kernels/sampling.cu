@@ -1,7 +1,7 @@
 // Draw the next token of every row of logits (B, V): penalty, bans, temperature, top-k, top-p, min-p, Gumbel-max; and
-// the filters alone. A block does a row: LOGITS_THREADS threads draw, and as many others sum up the softmax meanwhile.
-// All parameters of a row lie in device memory, so that a CUDA graph can hold a launch. Results of a row depend on its
-// logits, parameters, seed and position alone.
+// the filters alone. One block of LOGITS_THREADS threads a row. All parameters of a row lie in device memory, so that a
+// CUDA graph can hold a launch; a row without filters reads its logits once. Results of a row depend on its logits,
+// parameters, seed and position alone.
 // specialise: SCALAR=bf16,f16,f32
 // The tokens' own kernel needs no SCALAR:
 // specialise:
@@ -16,12 +16,9 @@ newest_tokens(int* tokens, const int* sources, const int* drawn, int count) {
 
 #ifdef SCALAR
 #include "filters.cuh"
-#include "mma.cuh"
 #include "philox.cuh"
 
-constexpr int SAMPLE_THREADS = 2 * LOGITS_THREADS;
 constexpr int NO_TOKEN = 0x7fffffff;
-constexpr float HIGHEST_TO_BEAT = 1e38f;  // finite, so that of several +inf the first wins
 
 struct Best {
     float score = -INFINITY;
@@ -34,38 +31,26 @@ struct Best {
 
 __device__ __forceinline__ float gumbel_score(float value, float uniform) { return value - logf(-log1pf(-uniform)); }
 
-// Draw among 8 ids; to_beat is a score that the warp or the block has reached, or -inf. The noise -log(-log1p(-u)) is
-// at most -log(u): an id can win only where u <= exp(value - to_beat). Few pass, and only they get the exact score. All
-// 32 threads of a warp must call it together.
-__device__ __forceinline__ void draw_among(Best& best, float& to_beat, const float (&value)[LOGITS_VECTOR], int first,
+// Draw among 8 ids. The noise -log(-log1p(-u)) is at most -log(u), which is cheap: only ids that can beat the warp's
+// best so far (warp_best) get the exact score. All 32 threads of a warp must call it together.
+__device__ __forceinline__ void draw_among(Best& best, float& warp_best, const float (&value)[LOGITS_VECTOR], int first,
                                            u64 seed, unsigned position) {
     const uint4 lower = philox(seed, position, first / 4), upper = philox(seed, position, first / 4 + 1);
     const unsigned words[LOGITS_VECTOR] = {lower.x, lower.y, lower.z, lower.w, upper.x, upper.y, upper.z, upper.w};
-    const float shift = fmaf(-LOG2_E, to_beat, fmaf(fabsf(to_beat), 2e-6f, 2e-3f));  // with a margin for roundings
-    bool possible = false;
+    unsigned possible = 0;
 #pragma unroll
-    for (int i = 0; i < LOGITS_VECTOR; i++)  // both sides plus 1: the word's top 23 bits are then a float's mantissa
-        possible |= exp2_fast(fmaf(value[i], LOG2_E, shift)) + 1.0f >= __uint_as_float((words[i] >> 9) + 0x3f800000u);
+    for (int i = 0; i < LOGITS_VECTOR; i++) {
+        const float slack = fmaf(fabsf(value[i]), 1e-6f, 1e-3f);
+        if (fmaf(-LN_2, __log2f(uniform_of(words[i])), value[i]) + slack >= warp_best) possible |= 1u << i;
+    }
     if (!__any_sync(FULL_MASK, possible)) return;
-
-    float bound[LOGITS_VECTOR];  // of the score; NaN for -inf and for what is done
 #pragma unroll
     for (int i = 0; i < LOGITS_VECTOR; i++)
-        bound[i] = fmaf(-LN_2, __log2f(uniform_of(words[i])), value[i]) + fmaf(fabsf(value[i]), 1e-6f, 1e-3f);
-    while (true) {  // every thread its likeliest id: the scores found spare the others theirs
-        int likeliest = -1;
-        float highest = to_beat, its_value = 0.0f;
-        unsigned its_word = 0;
+        if (possible >> i & 1) best.take(gumbel_score(value[i], uniform_of(words[i])), first + i);
+    warp_best = fmaxf(warp_best, best.score);
 #pragma unroll
-        for (int i = 0; i < LOGITS_VECTOR; i++)
-            if (bound[i] >= highest) likeliest = i, highest = bound[i], its_value = value[i], its_word = words[i];
-        if (!__any_sync(FULL_MASK, likeliest >= 0)) return;
-        if (likeliest >= 0) best.take(gumbel_score(its_value, uniform_of(its_word)), first + likeliest);
-#pragma unroll
-        for (int i = 0; i < LOGITS_VECTOR; i++)
-            if (i == likeliest) bound[i] = NAN_FLOAT;
-        to_beat = fminf(fmaxf(to_beat, warp_max(best.score)), HIGHEST_TO_BEAT);
-    }
+    for (int offset = 16; offset > 0; offset >>= 1)
+        warp_best = fmaxf(warp_best, __shfl_xor_sync(FULL_MASK, warp_best, offset));
 }
 
 // The winner of the block, in every thread.
@@ -80,33 +65,29 @@ __device__ __forceinline__ Best best_over_block(Best best, Workspace& work) {
     return best;
 }
 
-// The first pass. Threads that draw find their winner, unless the row has filters; then the largest adjusted value. The
-// others sum up the softmax of the scaled logits.
-__device__ __forceinline__ void first_pass(Best& best, float& maximum, SoftmaxSum& sum, const Row& row, Workspace& work,
-                                           bool draws, bool greedy, bool filtered, u64 seed, unsigned position) {
-    float to_beat = -INFINITY;
+// The first pass: statistics of the scaled logits; the winner, unless the row has filters; the largest adjusted value.
+__device__ __forceinline__ RowStatistics first_pass(Best& best, float& maximum, const Row& row, Workspace& work,
+                                                    bool greedy, bool filtered, u64 seed, unsigned position) {
+    SoftmaxSum sum;
+    float warp_best = -INFINITY;
+    maximum = LOWEST_FLOAT;
     for (int start = 0; start < row.vocab_size; start += LOGITS_THREADS * LOGITS_VECTOR) {
-        const int first = start + threadIdx.x % LOGITS_THREADS * LOGITS_VECTOR;
+        const int first = start + threadIdx.x * LOGITS_VECTOR;
         float x[LOGITS_VECTOR];
         load_scaled(x, row, first);
-        if (!draws) {
-            sum.add<false>(x);
+        sum.add<false>(x);
+        adjust(x, row, first);
+        if (greedy) {
+#pragma unroll
+            for (int i = 0; i < LOGITS_VECTOR; i++) best.take(x[i], first + i < row.vocab_size ? first + i : NO_TOKEN);
+        } else if (filtered) {
+#pragma unroll
+            for (int i = 0; i < LOGITS_VECTOR; i++) maximum = fmaxf(maximum, x[i]);
         } else {
-            adjust(x, row, first);
-            if (greedy) {
-#pragma unroll
-                for (int i = 0; i < LOGITS_VECTOR; i++)
-                    best.take(x[i], first + i < row.vocab_size ? first + i : NO_TOKEN);
-            } else if (filtered) {
-#pragma unroll
-                for (int i = 0; i < LOGITS_VECTOR; i++) maximum = fmaxf(maximum, x[i]);
-            } else {
-                draw_among(best, to_beat, x, first, seed, position);
-            }
+            draw_among(best, warp_best, x, first, seed, position);
         }
-        if (start == 0 && !greedy && !filtered)  // from here on few ids can win
-            to_beat = fminf(block_max(best.score, work.scratch), HIGHEST_TO_BEAT);
     }
+    return combine_over_block<false>(sum, work.scratch);
 }
 
 // The winner among what the filter keeps.
@@ -124,7 +105,7 @@ static __device__ __noinline__ Best draw_filtered(const Row& row, const Workspac
         }
         return best;
     }
-    float to_beat = -INFINITY;
+    float warp_best = -INFINITY;
     for (int start = 0; start < row.vocab_size; start += LOGITS_THREADS * LOGITS_VECTOR) {
         const int first = start + threadIdx.x * LOGITS_VECTOR;
         float x[LOGITS_VECTOR];
@@ -133,14 +114,14 @@ static __device__ __noinline__ Best draw_filtered(const Row& row, const Workspac
 #pragma unroll
         for (int i = 0; i < LOGITS_VECTOR; i++)
             if (!keeps(filter, x[i])) x[i] = -INFINITY;
-        draw_among(best, to_beat, x, first, seed, position);
+        draw_among(best, warp_best, x, first, seed, position);
     }
     return best;
 }
 
 // banned, repetition_penalty and seen may be null. A row with a NaN, with +inf or without a finite logit gives some id
 // below vocab_size and a log-probability of NaN; no other row sees it.
-extern "C" __global__ void __launch_bounds__(SAMPLE_THREADS)
+extern "C" __global__ void __launch_bounds__(LOGITS_THREADS, 2)
 sample(int* tokens, float* logprobs, const SCALAR* logits, const float* temperature, const int* top_k,
        const float* top_p, const float* min_p, const unsigned long long* seeds, const long long* positions,
        const int* banned, const float* repetition_penalty, const bool* seen, long long stride, int vocab_size,
@@ -158,20 +139,16 @@ sample(int* tokens, float* logprobs, const SCALAR* logits, const float* temperat
     row.seen = penalised ? seen + b * stride : nullptr;
     row.num_banned = num_banned;
     bool any_banned = false;
-    for (int s = threadIdx.x; s < num_banned; s += SAMPLE_THREADS) any_banned |= banned[b * num_banned + s] >= 0;
+    for (int s = threadIdx.x; s < num_banned; s += LOGITS_THREADS) any_banned |= banned[b * num_banned + s] >= 0;
     row.banned = __syncthreads_or(any_banned) ? banned + b * num_banned : nullptr;
     const bool filtered = !greedy && ((top_k[b] > 0 && top_k[b] < vocab_size) || top_p[b] < 1.0f || min_p[b] > 0.0f);
-    const bool draws = threadIdx.x < LOGITS_THREADS;
-    SoftmaxSum sum;
     Best best;
-    float maximum = LOWEST_FLOAT;
-    first_pass(best, maximum, sum, row, work, draws, greedy, filtered, seeds[b], (unsigned)positions[b]);
-    const RowStatistics statistics = combine_over_block<false>(sum, work.scratch);
-    if (filtered) maximum = block_max(maximum, work.scratch);
-    if (!draws) return;  // no barrier waits for a thread that is gone
+    float maximum;
+    const RowStatistics statistics =
+        first_pass(best, maximum, row, work, greedy, filtered, seeds[b], (unsigned)positions[b]);
     if (threadIdx.x == 0) work.statistics = statistics;  // not in registers while the filters are at work
     if (filtered) {
-        const Filter filter = make_filter(row, work, maximum, top_k[b], top_p[b], min_p[b]);
+        const Filter filter = make_filter(row, work, block_max(maximum, work.scratch), top_k[b], top_p[b], min_p[b]);
         best = draw_filtered(row, work, filter, seeds[b], (unsigned)positions[b]);
     }
     best = best_over_block(best, work);

@@ -10,8 +10,7 @@ from .constants import source_constant
 from .device import empty
 from .loader import load
 
-SAMPLE_THREADS = source_constant("sampling", "SAMPLE_THREADS")
-FILTER_THREADS = source_constant("sampling", "LOGITS_THREADS")
+THREADS = source_constant("sampling", "LOGITS_THREADS")
 TOKEN_THREADS = 256
 
 
@@ -45,7 +44,7 @@ def sample(
             f"{None if seen is None else seen.shape}"
         )
     load("sampling", logits.dtype).sample(
-        num_rows, SAMPLE_THREADS, tokens, logprobs, logits, *arrays, stride, vocab_size, num_banned
+        num_rows, THREADS, tokens, logprobs, logits, *arrays, stride, vocab_size, num_banned
     )
     return tokens, logprobs
 
@@ -70,7 +69,5 @@ def filter_logits(scaled_logits, top_k, top_p, min_p):
         cp.ascontiguousarray(cp.broadcast_to(cp.asarray(value, dtype), (num_rows,)))
         for value, dtype in ((top_k, cp.int32), (top_p, cp.float32), (min_p, cp.float32))
     ]
-    load("sampling", scaled_logits.dtype).filter_logits(
-        num_rows, FILTER_THREADS, kept, scaled_logits, *settings, num_ids
-    )
+    load("sampling", scaled_logits.dtype).filter_logits(num_rows, THREADS, kept, scaled_logits, *settings, num_ids)
     return kept
