@@ -288,30 +288,20 @@ rms_norm_backward_folded(SCALAR* dx, SCALAR* y, float* dw_partial, const SCALAR*
 // A block does COLUMNS columns: the WARP threads of a column take every WARP-th row, then one of them adds up their
 // sums in order.
 
-constexpr int AT_ONCE = 16;  // rows of a thread on their way from memory
-
-template <int COLUMNS, typename T>
+// AT_ONCE: rows of a thread on their way from memory.
+template <int COLUMNS, int AT_ONCE, typename T>
 __device__ inline float column_sum(const T* x, long long begin, long long end, int cols) {
     __shared__ float parts[WARP][COLUMNS + 1];
     const int col = blockIdx.x * COLUMNS + threadIdx.x;
     float sum = 0.0f;
     if (col < cols)
-        for (long long row = begin + threadIdx.y; row < end; row += AT_ONCE * WARP) {
-            const T* from = x + row * cols + col;
-            const int left = (int)min(end - row, (long long)AT_ONCE * WARP);
-            float value[AT_ONCE];  // rows past the end add 0, which changes no bit
-#pragma unroll
-            for (int i = 0; i < AT_ONCE; i++, from += (long long)WARP * cols)
-                value[i] = i * WARP < left ? to_float(*from) : 0.0f;
-#pragma unroll
-            for (int i = 0; i < AT_ONCE; i++) sum += value[i];
-        }
+#pragma unroll AT_ONCE
+        for (long long row = begin + threadIdx.y; row < end; row += WARP) sum += to_float(x[row * cols + col]);
     parts[threadIdx.y][threadIdx.x] = sum;
     __syncthreads();
     float total = 0.0f;
     if (threadIdx.y == 0)
-#pragma unroll
-        for (int part = 0; part < WARP; part++) total += parts[part][threadIdx.x];
+        for (int part = 0; part < blockDim.y; part++) total += parts[part][threadIdx.x];
     return total;  // of threadIdx.y == 0
 }
 
@@ -319,7 +309,7 @@ __device__ inline float column_sum(const T* x, long long begin, long long end, i
 extern "C" __global__ void __launch_bounds__(WARP * WARP)
 column_sum_partial(float* partial, const SCALAR* x, long long rows, int cols, int rows_per_block) {
     const long long begin = (long long)blockIdx.y * rows_per_block, end = min(begin + rows_per_block, rows);
-    const float total = column_sum<WARP>(x, begin, end, cols);
+    const float total = column_sum<WARP, 4>(x, begin, end, cols);
     const int col = blockIdx.x * WARP + threadIdx.x;
     if (threadIdx.y == 0 && col < cols) partial[(long long)blockIdx.y * cols + col] = total;
 }
@@ -329,7 +319,7 @@ constexpr int ADD_COLUMNS = 8;  // 32 bytes of a row: narrow blocks, so that a f
 // out (cols,) += the sum of the rows of partial (rows, cols)
 extern "C" __global__ void __launch_bounds__(ADD_COLUMNS * WARP)
 column_sum_add(float* out, const float* partial, int rows, int cols) {
-    const float total = column_sum<ADD_COLUMNS>(partial, 0, rows, cols);
+    const float total = column_sum<ADD_COLUMNS, 16>(partial, 0, rows, cols);
     const int col = blockIdx.x * ADD_COLUMNS + threadIdx.x;
     if (threadIdx.y == 0 && col < cols) out[col] += total;
 }
