@@ -56,14 +56,18 @@ attention_prefix_backward_q(SCALAR* dqkv, const SCALAR* do_, const SCALAR* qkv, 
         gradient_of_queries(PrefixedSequence{sequence, prefix_of(piece, prefixes)}, head, piece.first);
 }
 
-// As attention_backward_kv. The keys of a prefix meet the queries of all sequences that see it, in the order of rows.
+// As attention_backward_kv. The keys of a prefix meet the queries of all sequences that see it, in the order of rows,
+// the longest work by far. So the grid has every piece twice: its first half does those of prefixes, its second the
+// others.
 extern "C" __global__ void __launch_bounds__(ATTENTION_THREADS, KEY_BLOCKS_AN_SM)
 attention_prefix_backward_kv(SCALAR* dqkv, const SCALAR* do_, const SCALAR* qkv, const float* lse, const float* delta,
                              const int* cu_seqlens, const int* prefixes, int total_tokens, int num_seqs, int num_heads,
                              int num_kv_heads, float scale) {
-    const int kv_head = blockIdx.x % num_kv_heads;
-    const Piece piece = find_piece(cu_seqlens, num_seqs, total_tokens, blockIdx.x / num_kv_heads, KEY_ROWS);
+    const int half = gridDim.x / 2, block = blockIdx.x % half, kv_head = block % num_kv_heads;
+    const Piece piece = find_piece(cu_seqlens, num_seqs, total_tokens, block / num_kv_heads, KEY_ROWS);
     if (piece.first >= piece.length) return;
+    const Prefix prefix = piece.ghost ? Prefix{0, 0, 0} : prefix_of(piece, prefixes);
+    if ((prefix.end > piece.length) != (blockIdx.x < half)) return;
     const Sequence sequence = sequence_of(piece, dqkv, do_, qkv, lse, delta, num_heads, num_kv_heads, scale);
     if (piece.ghost) {
         zero_rows(sequence.gradient(num_heads + kv_head, 0), sequence.row_stride(), piece.first, KEY_ROWS,
@@ -71,6 +75,6 @@ attention_prefix_backward_kv(SCALAR* dqkv, const SCALAR* do_, const SCALAR* qkv,
         zero_rows(sequence.gradient(num_heads + num_kv_heads + kv_head, 0), sequence.row_stride(), piece.first,
                   KEY_ROWS, piece.length);
     } else {
-        gradient_of_keys(PrefixedSequence{sequence, prefix_of(piece, prefixes)}, kv_head, piece.first);
+        gradient_of_keys(PrefixedSequence{sequence, prefix}, kv_head, piece.first);
     }
 }

@@ -120,8 +120,9 @@ def attention_backward(do, qkv, o, lse, cu_seqlens, num_heads, num_kv_heads, pre
         kernels, name, geometry, where = _variant(qkv, head_dim, cu_seqlens, prefixes)
         pieces = _pieces(total, num_seqs, geometry.query_tile)
         rest = (dqkv, do, qkv, lse, delta, *where, total, num_seqs, num_heads, num_kv_heads, head_dim**-0.5)
+        halves = 1 if prefixes is None else 2  # of the grid: prefixes go first
         getattr(kernels, f"{name}_backward_kv")(
-            pieces * num_kv_heads, geometry.threads, *rest, shared=geometry.key_gradient_shared
+            pieces * num_kv_heads * halves, geometry.threads, *rest, shared=geometry.key_gradient_shared
         )
         getattr(kernels, f"{name}_backward_q")(
             pieces * num_heads, geometry.threads, *rest, shared=geometry.query_gradient_shared
