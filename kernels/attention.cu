@@ -59,21 +59,6 @@ attention_delta(float* delta, const SCALAR* do_, const SCALAR* o, long long rows
     if (row < rows && threadIdx.x % DELTA_LANES == 0) delta[row] = (sum[0] + sum[2]) + (sum[1] + sum[3]);
 }
 
-__device__ __forceinline__ Sequence sequence_of(const Piece& piece, SCALAR* dqkv, const SCALAR* do_, const SCALAR* qkv,
-                                                const float* lse, const float* delta, int num_heads, int num_kv_heads,
-                                                float scale) {
-    const long long token = piece.start, row = token * (num_heads + 2 * num_kv_heads) * HEAD_DIM;
-    return {dqkv + row,
-            do_ + token * num_heads * HEAD_DIM,
-            qkv + row,
-            lse + token * num_heads,
-            delta + token * num_heads,
-            piece.length,
-            num_heads,
-            num_kv_heads,
-            scale};
-}
-
 // The q part of dqkv. Block = QUERY_TILE queries of one head, the last pieces first. Here and below scale is 1/sqrt(D).
 extern "C" __global__ void __launch_bounds__(ATTENTION_THREADS, BLOCKS_AN_SM)
 attention_backward_q(SCALAR* dqkv, const SCALAR* do_, const SCALAR* qkv, const float* lse, const float* delta,

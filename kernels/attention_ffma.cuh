@@ -135,21 +135,22 @@ __device__ __forceinline__ void weigh(float& p, float& ds, const float (&q)[SHAR
     ds = __fmul_rn(p, __fsub_rn(dot_share(do_row, v), delta));
 }
 
-// dq of query first + warp of one head.
-__device__ __forceinline__ void gradient_of_queries(const Sequence& sequence, int head, int first) {
+// dq of query first + warp of one head. Here and below: Sequence or PrefixedSequence.
+template <class Of> __device__ __forceinline__ void gradient_of_queries(const Of& sequence, int head, int first) {
     const int kv_head = head / (sequence.num_heads / sequence.num_kv_heads), row = first + threadIdx.x / WARP;
     if (row >= sequence.length) return;
-    const PackedRows keys = sequence.head(sequence.num_heads + kv_head);
-    const PackedRows values = sequence.head(sequence.num_heads + sequence.num_kv_heads + kv_head);
+    const auto keys = sequence.seen(sequence.num_heads + kv_head);
+    const auto values = sequence.seen(sequence.num_heads + sequence.num_kv_heads + kv_head);
+    const int end = sequence.before() + row + 1;
     const long long at = (long long)row * sequence.num_heads + head;
     float q[SHARE], do_row[SHARE], k[SHARE], v[SHARE], dq[SHARE], part[SHARE];
     load_share(q, sequence.head(head).row(row));
     load_share(do_row, sequence.head_do(head).row(row));
     clear_share(dq);
-    for (int tile = 0; tile <= row; tile += WARP) {
+    for (int tile = 0; tile < end; tile += WARP) {
         clear_share(part);
 #pragma unroll 1
-        for (int key = tile; key < min(tile + WARP, row + 1); ++key) {
+        for (int key = tile; key < min(tile + WARP, end); ++key) {
             float p, ds;
             load_share(k, keys.row(key));
             load_share(v, values.row(key));
@@ -163,7 +164,7 @@ __device__ __forceinline__ void gradient_of_queries(const Sequence& sequence, in
 }
 
 // dk and dv of key first + warp of one kv head.
-__device__ __forceinline__ void gradient_of_keys(const Sequence& sequence, int kv_head, int first) {
+template <class Of> __device__ __forceinline__ void gradient_of_keys(const Of& sequence, int kv_head, int first) {
     const int group = sequence.num_heads / sequence.num_kv_heads, key = first + threadIdx.x / WARP;
     const int key_head = sequence.num_heads + kv_head, value_head = key_head + sequence.num_kv_heads;
     if (key >= sequence.length) return;
@@ -173,11 +174,11 @@ __device__ __forceinline__ void gradient_of_keys(const Sequence& sequence, int k
     clear_share(dk);
     clear_share(dv);
     for (int head = kv_head * group; head < (kv_head + 1) * group; ++head)
-        for (int tile = key; tile < sequence.length; tile += WARP) {
+        for (int tile = key; tile < sequence.query_end(); tile += WARP) {
             clear_share(dk_part);
             clear_share(dv_part);
 #pragma unroll 1
-            for (int row = tile; row < min(tile + WARP, sequence.length); ++row) {
+            for (int row = tile; row < min(tile + WARP, sequence.query_end()); ++row) {
                 const long long at = (long long)row * sequence.num_heads + head;
                 float p, ds;
                 load_share(q, sequence.head(head).row(row));

@@ -26,16 +26,17 @@ __device__ __forceinline__ float of_column(const float* statistics, int j, int e
 }
 
 // dq of queries first ... first + QUERY_TILE - 1 of one head. Dynamic shared memory: queries, do (QUERY_TILE rows
-// each), STAGES x (keys, values).
-__device__ __forceinline__ void gradient_of_queries(const Sequence& sequence, int head, int first) {
+// each), STAGES x (keys, values). Here and below: Sequence or PrefixedSequence.
+template <class Of> __device__ __forceinline__ void gradient_of_queries(const Of& sequence, int head, int first) {
     extern __shared__ __align__(1024) unsigned char shared_bytes[];
     SCALAR* queries = reinterpret_cast<SCALAR*>(shared_bytes);
     SCALAR *out_gradients = queries + QUERY_TILE_SIZE, *stages = out_gradients + QUERY_TILE_SIZE;
     const int kv_head = head / (sequence.num_heads / sequence.num_kv_heads), length = sequence.length;
-    const PackedRows keys = sequence.head(sequence.num_heads + kv_head);
-    const PackedRows values = sequence.head(sequence.num_heads + sequence.num_kv_heads + kv_head);
-    const int first_row = first + warp_index() * 16, block_end = min(first + QUERY_TILE, length);
-    const int warp_end = BlockTiles::TOGETHER ? block_end : min(first_row + 16, length);
+    const auto keys = sequence.seen(sequence.num_heads + kv_head);
+    const auto values = sequence.seen(sequence.num_heads + sequence.num_kv_heads + kv_head);
+    const int first_row = first + warp_index() * 16, before = sequence.before();
+    const int block_end = before + min(first + QUERY_TILE, length);  // keys that any row of the block sees
+    const int warp_end = BlockTiles::TOGETHER ? block_end : before + min(first_row + 16, length);
 
     BlockTiles::clear_padding<ATTENTION_THREADS>(queries, 2 * QUERY_TILE + STAGES * 2 * STEP);
     copy_block_pair<QUERY_TILE>(queries, sequence.head(head), sequence.head_do(head), first, length);
@@ -75,9 +76,9 @@ __device__ __forceinline__ void gradient_of_queries(const Sequence& sequence, in
             BlockTiles::finish<1>(p);
             for_each_value<STEP / 8>(
                 [&](int j, int e) { p[j][e] = exp2_fast(__fmaf_rn(p[j][e], scale, -lse[e >> 1])); });
-            if (first_key + STEP > first_row)
+            if (first_key + STEP > before + first_row)
                 for_each_value<STEP / 8>([&](int j, int e) {
-                    if (first_key + column_of(j, e) > rows[e >> 1]) p[j][e] = 0.f;
+                    if (first_key + column_of(j, e) > before + rows[e >> 1]) p[j][e] = 0.f;
                 });
             BlockTiles::finish<0>(ds);
             for_each_value<STEP / 8>(
@@ -94,33 +95,34 @@ __device__ __forceinline__ void gradient_of_queries(const Sequence& sequence, in
 // dk and dv of keys first ... first + KEY_ROWS - 1 of one kv head. Keys are rows, queries are columns: scores
 // transposed. Dynamic shared memory: keys, values (KEY_ROWS rows each), STAGES x (queries, do), STAGES x (lse, delta)
 // of STEP floats.
-__device__ __forceinline__ void gradient_of_keys(const Sequence& sequence, int kv_head, int first) {
+template <class Of> __device__ __forceinline__ void gradient_of_keys(const Of& sequence, int kv_head, int first) {
     extern __shared__ __align__(1024) unsigned char shared_bytes[];
     SCALAR* keys = reinterpret_cast<SCALAR*>(shared_bytes);
     SCALAR *values = keys + KEY_ROWS_SIZE, *stages = values + KEY_ROWS_SIZE;
     float* statistics = reinterpret_cast<float*>(stages + STAGES * 2 * STEP_SIZE);
-    const int group = sequence.num_heads / sequence.num_kv_heads, length = sequence.length;
+    const int group = sequence.num_heads / sequence.num_kv_heads, query_end = sequence.query_end();
     const int first_row = first + warp_index() * 16;
     const int key_head = sequence.num_heads + kv_head, value_head = key_head + sequence.num_kv_heads;
 
     BlockTiles::clear_padding<ATTENTION_THREADS>(keys, 2 * KEY_ROWS + STAGES * 2 * STEP);
-    copy_block_pair<KEY_ROWS>(keys, sequence.head(key_head), sequence.head(value_head), first, length);
+    copy_block_pair<KEY_ROWS>(keys, sequence.head(key_head), sequence.head(value_head), first,
+                              sequence.length);
 
     // The query tiles: of one head from the keys' own rows on, then of the next head.
-    const int num_tiles = (length - first + STEP - 1) / STEP * group;
+    const int num_tiles = (query_end - first + STEP - 1) / STEP * group;
     int next_head = kv_head * group, next_query = first, first_query = first;
     auto fetch = [&](int tile) {
         SCALAR* stage = stages + tile % STAGES * 2 * STEP_SIZE;
-        copy_block_pair<STEP>(stage, sequence.head(next_head), sequence.head_do(next_head), next_query, length);
+        copy_block_pair<STEP>(stage, sequence.head(next_head), sequence.head_do(next_head), next_query, query_end);
         if (threadIdx.x < 2 * STEP) {
             const int query = next_query + threadIdx.x % STEP;
             const float* from = threadIdx.x < STEP ? sequence.lse : sequence.delta;
             copy_async<4>(statistics + tile % STAGES * 2 * STEP + threadIdx.x,
-                          from + (long long)query * sequence.num_heads + next_head, query < length);
+                          from + (long long)query * sequence.num_heads + next_head, query < query_end);
         }
         copies_commit();
         next_query += STEP;
-        if (next_query >= length) next_query = first, ++next_head;
+        if (next_query >= query_end) next_query = first, ++next_head;
     };
     const float scale = __fmul_rn(sequence.scale, LOG2_E);
     int rows[2] = {first_row + lane() / 4, first_row + lane() / 4 + 8};
@@ -162,11 +164,11 @@ __device__ __forceinline__ void gradient_of_keys(const Sequence& sequence, int k
             BlockTiles::finish<0>(dk);
         }
         first_query += STEP;
-        if (first_query >= length) first_query = first;
+        if (first_query >= query_end) first_query = first;
     }
     __syncthreads();  // the tiles are free
     const float key_factors[2] = {sequence.scale, sequence.scale}, value_factors[2] = {1.f, 1.f};
-    const int present = length - first_row;
+    const int present = sequence.length - first_row;
     write_rows(keys, sequence.gradient(key_head, first_row), sequence.row_stride(), present, key_factors,
                [&](int j, int e) { return dk[j][e]; });
     write_rows(keys, sequence.gradient(value_head, first_row), sequence.row_stride(), present, value_factors,

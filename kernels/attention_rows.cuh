@@ -49,6 +49,18 @@ struct PackedRows {
     __device__ __forceinline__ const SCALAR* row(int i) const { return base + (long long)i * stride; }
 };
 
+// Rows of one head that a sequence sees: `before` rows of its prefix, which end `gap` rows before the sequence's first,
+// then the sequence's own. Row `before` at base.
+struct PrefixedRows {
+    using Element = SCALAR;
+    static constexpr bool PAGED = false;
+    const SCALAR* base;
+    int stride, before, gap;
+    __device__ __forceinline__ const SCALAR* row(int i) const {
+        return base + (long long)(i - before - (i < before ? gap : 0)) * stride;
+    }
+};
+
 // Rows of one kv head in a paged cache (num_blocks, block_size, K, D): base is cache + head * D, stride K * D. T: what
 // the cache holds, SCALAR or E4m3.
 template <class T> struct PagedRows {
@@ -89,6 +101,44 @@ struct Sequence {
     __device__ __forceinline__ SCALAR* gradient(int h, int row) const {
         return dqkv + (long long)row * row_stride() + h * HEAD_DIM;
     }
+
+    // Rows of head h that queries see, how many come before the sequence's own, and the end of the queries that see
+    // the sequence's keys.
+    __device__ __forceinline__ PackedRows seen(int h) const { return head(h); }
+    __device__ static __forceinline__ int before() { return 0; }
+    __device__ __forceinline__ int query_end() const { return length; }
+};
+
+__device__ __forceinline__ Sequence sequence_of(const Piece& piece, SCALAR* dqkv, const SCALAR* do_, const SCALAR* qkv,
+                                                const float* lse, const float* delta, int num_heads, int num_kv_heads,
+                                                float scale) {
+    const long long token = piece.start, row = token * (num_heads + 2 * num_kv_heads) * HEAD_DIM;
+    return {dqkv + row,
+            do_ + token * num_heads * HEAD_DIM,
+            qkv + row,
+            lse + token * num_heads,
+            delta + token * num_heads,
+            piece.length,
+            num_heads,
+            num_kv_heads,
+            scale};
+}
+
+// What a sequence sees before its own rows: `rows` rows, which end `gap` rows before its first. end: one past the last
+// row whose queries see the sequence's keys, counted from its first.
+struct Prefix {
+    int rows, gap, end;
+};
+
+// The same of a sequence that may see a prefix, or be one.
+struct PrefixedSequence : Sequence {
+    Prefix prefix;
+
+    __device__ __forceinline__ PrefixedRows seen(int h) const {
+        return {qkv + h * HEAD_DIM, row_stride(), prefix.rows, prefix.gap};
+    }
+    __device__ __forceinline__ int before() const { return prefix.rows; }
+    __device__ __forceinline__ int query_end() const { return prefix.end; }
 };
 
 // Zero rows first ... first + rows - 1 (below count) of D values at base + row * stride: the result of rows that belong

@@ -122,7 +122,7 @@ NOUNS = {
 }
 # Files of a shelf that are no noun's: what several nouns use, and what the other shelves do not need.
 HELPERS = {
-    "kernels": {"linear_few", "paged_attention_few"},
+    "kernels": {"attention_prefix", "linear_few", "paged_attention_few"},
     "cuda": set("checked compile constants cublas exact loader nccl pool repeated verdicts versions".split()),
     "numpy": {"attention_core", "threads"},
     "ops": {"elementwise", "tensor_parallel"},

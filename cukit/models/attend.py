@@ -40,12 +40,15 @@ class Turn:
 
 @dataclass(slots=True)
 class PackedCausal:
-    """Whole sequences side by side, no cache: training and log-probabilities. cu_seqlens (B + 1,) int32."""
+    """Whole sequences side by side, no cache: training and log-probabilities. cu_seqlens (B + 1,) int32; prefixes
+    (B, 3) int32 where sequences share the rows of a prefix: see ops.attention.
+    """
 
     cu_seqlens: Any
+    prefixes: Any = None
 
     def __call__(self, layer_index, qkv, turn):
-        return attention(turn(qkv), self.cu_seqlens, turn.num_heads, turn.num_kv_heads)
+        return attention(turn(qkv), self.cu_seqlens, turn.num_heads, turn.num_kv_heads, self.prefixes)
 
 
 @dataclass(slots=True)

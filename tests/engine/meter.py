@@ -136,7 +136,7 @@ class Meter:
     def qk_norm_rope_backward(self, dq, dk, dout, qkv, *rest):
         return Ghost(self, qkv.shape, qkv.dtype, "gradient through rope")
 
-    def attention_forward(self, qkv, cu_seqlens, heads, kv_heads):
+    def attention_forward(self, qkv, cu_seqlens, heads, kv_heads, prefixes=None):
         columns = qkv.shape[1] // (heads + 2 * kv_heads) * heads
         lse = Ghost(self, (len(qkv), heads), self.accumulator(qkv.dtype), "log-sum-exp")
         return Ghost(self, (len(qkv), columns), qkv.dtype, "attention"), lse

@@ -77,6 +77,11 @@ def attention(dtype, heads, kv_heads, dim, lengths, cache=None):
     qkv = be.array(normal(int(borders[-1]), (heads + 2 * kv_heads) * dim).astype(be.dtype_of(dtype)))
     o, lse = be.attention_forward(qkv, be.array(borders), heads, kv_heads)
     be.attention_backward(o, qkv, o, lse, be.array(borders), heads, kv_heads)
+    first, end = lengths[0], int(borders[-1])
+    prefixes = [[0, 0, end], *([0, first, border] for border in borders[2:])]  # the first is the prefix of the others
+    given = be.array(borders), heads, kv_heads, be.array(np.array(prefixes, np.int32))
+    o, lse = be.attention_forward(qkv, *given)
+    be.attention_backward(o, qkv, o, lse, *given)
     blocks = [-(-length // 16) for length in lengths]
     caches = be.zeros((2, sum(blocks) + 1, 16, kv_heads, dim), cache or dtype)
     tables = np.zeros((len(lengths), max(blocks)), np.int32)

@@ -1,4 +1,5 @@
-"""Causal attention of packed sequences: launches kernels/attention.cu. Same functions as the NumPy shelf.
+"""Causal attention of packed sequences: launches kernels/attention.cu, and where sequences share prefixes
+kernels/attention_prefix.cu. Same functions as the NumPy shelf.
 
 kernels/attention.cuh says how keys are reduced; decoding reduces them in the same way.
 """
@@ -61,21 +62,35 @@ def _pieces(total_tokens, num_seqs, rows) -> int:
     return total_tokens // rows + num_seqs + 1
 
 
-def attention_forward(qkv, cu_seqlens, num_heads, num_kv_heads):
+def _variant(qkv, head_dim, cu_seqlens, prefixes) -> tuple[Module, str, _Geometry, tuple]:
+    """Kernels, the beginning of their names, their geometry, and the arrays that tell them where sequences are."""
+    if prefixes is None:
+        kernels, geometry = _kernels("attention", qkv.dtype, head_dim)
+        return kernels, "attention", geometry, (cu_seqlens,)
+    if prefixes.shape != (len(cu_seqlens) - 1, 3):
+        raise ValueError(f"attention: prefixes {prefixes.shape} for {len(cu_seqlens) - 1} sequences: want 3 a sequence")
+    kernels, geometry = _kernels("attention_prefix", qkv.dtype, head_dim)
+    return kernels, "attention_prefix", geometry, (cu_seqlens, prefixes)
+
+
+def attention_forward(qkv, cu_seqlens, num_heads, num_kv_heads, prefixes=None):
     """Returns o (T, H·D) and lse (T, H), the base-e log-sum-exp of the scaled scores. Rows from cu_seqlens[-1] on are
     0.
+
+    prefixes (B, 3) int32: see ops.attention. The rows of a sequence have the bits that they have in one sequence of its
+    prefix and its own rows.
     """
     head_dim, total, num_seqs = _head_dim(qkv, num_heads, num_kv_heads), len(qkv), len(cu_seqlens) - 1
     o, lse = empty((total, num_heads * head_dim), qkv.dtype), empty((total, num_heads), np.float32)
     if total:
-        kernels, geometry = _kernels("attention", qkv.dtype, head_dim)
-        kernels.attention_forward(
+        kernels, name, geometry, where = _variant(qkv, head_dim, cu_seqlens, prefixes)
+        getattr(kernels, f"{name}_forward")(
             _pieces(total, num_seqs, geometry.query_tile) * num_heads,
             geometry.threads,
             o,
             lse,
             qkv,
-            cu_seqlens,
+            *where,
             total,
             num_seqs,
             num_heads,
@@ -86,7 +101,7 @@ def attention_forward(qkv, cu_seqlens, num_heads, num_kv_heads):
     return o, lse
 
 
-def attention_backward(do, qkv, o, lse, cu_seqlens, num_heads, num_kv_heads):
+def attention_backward(do, qkv, o, lse, cu_seqlens, num_heads, num_kv_heads, prefixes=None):
     """dqkv like qkv. P is rebuilt from lse; P and dS are rounded to the model's dtype before their products (Dao 2023,
     FlashAttention-2).
     """
@@ -98,12 +113,18 @@ def attention_backward(do, qkv, o, lse, cu_seqlens, num_heads, num_kv_heads):
             f"they must be ({total}, {num_heads * head_dim}) twice and ({total}, {num_heads})"
         )
     if total:
-        kernels, geometry = _kernels("attention", qkv.dtype, head_dim)
-        kernels.attention_delta(-(-total * num_heads // DELTA_ROWS), DELTA_THREADS, delta, do, o, total * num_heads)
-        pieces = _pieces(total, num_seqs, geometry.query_tile)
-        rest = (dqkv, do, qkv, lse, delta, cu_seqlens, total, num_seqs, num_heads, num_kv_heads, head_dim**-0.5)
-        kernels.attention_backward_kv(
-            pieces * num_kv_heads, geometry.threads, *rest, shared=geometry.key_gradient_shared
+        delta_kernels, _ = _kernels("attention", qkv.dtype, head_dim)
+        delta_kernels.attention_delta(
+            -(-total * num_heads // DELTA_ROWS), DELTA_THREADS, delta, do, o, total * num_heads
         )
-        kernels.attention_backward_q(pieces * num_heads, geometry.threads, *rest, shared=geometry.query_gradient_shared)
+        kernels, name, geometry, where = _variant(qkv, head_dim, cu_seqlens, prefixes)
+        pieces = _pieces(total, num_seqs, geometry.query_tile)
+        rest = (dqkv, do, qkv, lse, delta, *where, total, num_seqs, num_heads, num_kv_heads, head_dim**-0.5)
+        halves = 1 if prefixes is None else 2  # of the grid: prefixes go first
+        getattr(kernels, f"{name}_backward_kv")(
+            pieces * num_kv_heads * halves, geometry.threads, *rest, shared=geometry.key_gradient_shared
+        )
+        getattr(kernels, f"{name}_backward_q")(
+            pieces * num_heads, geometry.threads, *rest, shared=geometry.query_gradient_shared
+        )
     return dqkv
