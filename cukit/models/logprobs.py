@@ -16,9 +16,10 @@ from .attend import PackedCausal
 class PackedTokens:
     """Whole sequences side by side on the model's device, and the wanted tokens: those that need a log-probability.
 
-    ids, positions (T,) int32. cu_seqlens (B + 1,) int32 from 0 to T. predictors (N,) int32: the row before each wanted
-    token; its hidden state predicts that token. targets (N,) int32: the wanted tokens. Rows that no predictor names
-    may be filling: their numbers must be finite and are not read.
+    ids, positions (T,) int32. cu_seqlens (S + 1,) int32 from 0 to T. predictors (N,) int32: the row before each wanted
+    token; its hidden state predicts that token. targets (N,) int32: the wanted tokens. prefixes (S, 3) int32, where
+    sequences share them (ops.attention), or None. Rows that no predictor names may be filling: their numbers must be
+    finite and are not read.
     """
 
     ids: Any
@@ -26,6 +27,7 @@ class PackedTokens:
     cu_seqlens: Any
     predictors: Any
     targets: Any
+    prefixes: Any = None
 
 
 def concatenated(sequences) -> tuple[np.ndarray, np.ndarray]:
@@ -69,7 +71,7 @@ def pack(model, sequences):
 
 def predicting_states(model, packed: PackedTokens):
     """Hidden states (N, C) that predict the wanted tokens, a Tensor."""
-    hidden = model.forward(packed.ids, packed.positions, PackedCausal(packed.cu_seqlens))
+    hidden = model.forward(packed.ids, packed.positions, PackedCausal(packed.cu_seqlens, packed.prefixes))
     return index_rows(hidden, packed.predictors)
 
 

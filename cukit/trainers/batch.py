@@ -19,6 +19,7 @@ import numpy as np
 
 from ..backend import backend_of
 from ..models.logprobs import PackedTokens, batches_by_tokens, concatenated, positions_in
+from .shared_prompts import same_prompts, share_prompts
 
 # The order of the codes in PackedBatch.finish_reasons.
 FINISH_REASONS = ("stop", "length", "abort", "error")
@@ -65,6 +66,7 @@ class PackedBatch:
     groups: np.ndarray | None = None  # int32: the prompt that a row answers; groups may differ in size
 
     _borders: tuple | None = None  # cu_seqlens (filling included) and cu_learnt on the device
+    _same_prompts: np.ndarray | None = None  # (B,) bool, where prompt_lengths are known
 
     @classmethod
     def build(
@@ -127,7 +129,10 @@ class PackedBatch:
             borders = np.append(borders, np.int32(total + room))
         columns = dict(self._columns(ON_DEVICE)) | {"ids": ids, "positions": positions}
         moved = _sent(backend, columns | {"cu_seqlens": borders, "cu_learnt": self.cu_learnt})
-        return replace(self, _borders=(moved.pop("cu_seqlens"), moved.pop("cu_learnt")), **moved)
+        same = None
+        if self.prompt_lengths is not None:
+            same = same_prompts(self.ids, self.mask, self.cu_seqlens, self.prompt_lengths)
+        return replace(self, _borders=(moved.pop("cu_seqlens"), moved.pop("cu_learnt")), _same_prompts=same, **moved)
 
     def micro_batches(self, index: int, max_tokens: int, share: Callable | None = None) -> list[Rows]:
         """The rows of optimizer batch `index` in passes of at most max_tokens tokens (a longer row stands alone).
@@ -264,3 +269,28 @@ class Rows:
         cu_seqlens = np.minimum(borders[self.first : through + 1] - start, size)
         seen = slice(start, start + size)
         return PackedTokens(batch.ids[seen], batch.positions[seen], cu_seqlens, self.predictors - start, self.targets)
+
+    @property
+    def shared_tokens(self) -> PackedTokens:
+        """The rows as a forward pass takes them, in which prompts stand once for neighbours that have the same; in
+        memory of its own. The learnt tokens are those of `tokens`, in the same order.
+        """
+        batch, rows = self.batch, slice(self.first, self.last)
+        start, stop = batch.cu_seqlens[[self.first, self.last]].tolist()
+        if batch._same_prompts is None or batch.prompt_lengths is None:
+            return self.tokens
+        borders = batch.cu_seqlens[self.first : self.last + 1] - start
+        found = share_prompts(borders, batch._same_prompts[rows], batch.prompt_lengths[rows])
+        if found is None:
+            return self.tokens
+        backend = backend_of(batch.ids)
+        kept, cu_seqlens, prefixes = found.kept, found.cu_seqlens, found.prefixes
+        if filling := backend.row_bucket(len(kept)) - len(kept):  # a sequence of first tokens
+            kept, end = np.append(kept, np.zeros(filling, np.int32)), np.int32(len(kept) + filling)
+            cu_seqlens, prefixes = np.append(cu_seqlens, end), np.append(prefixes, [[0, 0, end]], axis=0)
+        parts = [part.reshape(-1).astype(np.int32) for part in (kept, cu_seqlens, prefixes, found.places)]
+        ends, device = np.cumsum(list(map(len, parts))), backend.array(np.concatenate(parts))
+        kept, cu_seqlens, prefixes, places = (device[end - len(part) : end] for part, end in zip(parts, ends))
+        ids, positions = (column[start:stop][kept] for column in (batch.ids, batch.positions))
+        given = places[self.predictors - start], self.targets, prefixes.reshape(-1, 3)
+        return PackedTokens(ids, positions, cu_seqlens, *given)

@@ -140,7 +140,7 @@ class Generation(ABC):
         with no_grad():
             for first, last in batch.cut(args.max_tokens_per_batch, *borders[ranks.rank : ranks.rank + 2]):
                 rows = Rows(batch, first, last)
-                logprobs, _ = packed_logprobs(model, rows.tokens, args.temperature)
+                logprobs, _ = packed_logprobs(model, rows.shared_tokens, args.temperature)
                 rows.of(found)[...] = logprobs.data
         ranks.fill(found, batch.cu_learnt[borders], model.backend)
         return found

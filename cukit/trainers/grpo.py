@@ -90,7 +90,9 @@ class GRPOTrainer(PolicyTrainer):
 
         def entropies() -> list[tuple[int, int, np.ndarray]]:
             with no_grad():
-                found = [packed_logprobs(self.model, rows.tokens, self.args.temperature)[1] for rows in micro_batches]
+                found = [
+                    packed_logprobs(self.model, rows.shared_tokens, self.args.temperature)[1] for rows in micro_batches
+                ]
             return [
                 (rows.first, rows.last, backend.to_numpy(entropy.data))
                 for rows, entropy in zip(micro_batches, found, strict=True)
@@ -110,7 +112,7 @@ class GRPOTrainer(PolicyTrainer):
 
     def compute_loss(self, rows: Rows) -> tuple[Tensor, dict[str, np.ndarray]]:
         with nullcontext() if rows.has_gradient else no_grad():
-            hidden = predicting_states(self.model, rows.tokens)
+            hidden = predicting_states(self.model, rows.shared_tokens)
             loss, extra, logprobs, entropy = self.model.lm_head.loss(
                 hidden, rows.targets, partial(self._loss_of, rows), self._known_upstream(), self.args.temperature
             )

@@ -1,0 +1,120 @@
+"""Passes in which a prompt's tokens stand once for the rows that answer it."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from cukit.autograd import no_grad
+from cukit.backend import backend_for
+from cukit.models.logprobs import packed_logprobs
+from cukit.trainers.batch import PackedBatch, Rows
+from cukit.trainers.shared_prompts import same_prompts, share_prompts
+
+
+def random_groups(rng, num_groups=5, vocab=50):
+    """(batch on the host, sequences): groups of 1 to 5 rows with a prompt of 1 to 12 tokens; masks have holes."""
+    sequences, masks, prompts = [], [], []
+    for _ in range(num_groups):
+        prompt = rng.integers(0, vocab, rng.integers(1, 13))
+        for _ in range(rng.integers(1, 6)):
+            completion = rng.integers(0, vocab, rng.integers(0, 9))
+            sequences.append(np.concatenate([prompt, completion]).astype(np.int32))
+            masks.append(np.concatenate([np.zeros(len(prompt), bool), rng.random(len(completion)) < 0.8]))
+            prompts.append(len(prompt))
+    columns = {"prompt_lengths": np.array(prompts, np.int32), "weights": np.ones(sum(mask.sum() for mask in masks))}
+    return PackedBatch.build(sequences, np.concatenate(masks), **columns), sequences
+
+
+def rows_of(shared, ids):
+    """The rows that the sequences of a pass stand for, a prefix before what is its own; prefixes left out."""
+    kept, borders = ids[shared.kept], shared.cu_seqlens
+    is_prefix = shared.prefixes[:, 2] > borders[1:]
+    return [
+        np.concatenate([kept[first : first + count], kept[start:stop]])
+        for start, stop, (first, count, _), prefix in zip(
+            borders, borders[1:], shared.prefixes, is_prefix, strict=False
+        )
+        if not prefix
+    ]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_prefixes_and_what_is_left_make_the_rows_again(seed):
+    rng = np.random.default_rng(seed)
+    batch, sequences = random_groups(rng)
+    same = same_prompts(batch.ids, batch.mask, batch.cu_seqlens, batch.prompt_lengths)
+    first = int(rng.integers(0, len(batch) // 2))
+    start = batch.cu_seqlens[first]
+    shared = share_prompts(batch.cu_seqlens[first:] - start, same[first:], batch.prompt_lengths[first:])
+    if shared is None:
+        return
+    ids = batch.ids[start:]
+    for found, expected in zip(rows_of(shared, ids), sequences[first:], strict=True):
+        np.testing.assert_array_equal(found, expected)
+    assert shared.cu_seqlens[-1] == len(shared.kept) < len(ids)
+    np.testing.assert_array_equal(shared.places[shared.kept], np.arange(len(shared.kept)))
+    for number, (first_row, count, end) in enumerate(shared.prefixes):
+        readers = (shared.prefixes[:, 1] > 0) & (shared.prefixes[:, 0] == shared.cu_seqlens[number])
+        if readers.any():  # a prefix, which its rows follow at once
+            assert count == first_row == 0 and end == shared.cu_seqlens[1:][readers].max()
+            assert readers.nonzero()[0].tolist() == list(range(number + 1, number + 1 + readers.sum()))
+        else:
+            assert end == shared.cu_seqlens[number + 1]
+
+
+def test_what_is_shared():
+    """Neighbours with the same prompt, of which nothing is learnt, and only where it saves something."""
+    prompt, other = [1, 2, 3, 4], [1, 2, 9, 4]
+    sequences = [prompt + [5], prompt + [6, 7], other + [5], other + [5], prompt + [8], [1, 2, 3, 8]]
+    mask = np.concatenate([[False] * 4 + [True] * (len(ids) - 4) for ids in sequences])
+    lengths = np.array([4, 4, 4, 4, 4, 3], np.int32)
+    batch = PackedBatch.build(sequences, mask)
+    assert same_prompts(batch.ids, batch.mask, batch.cu_seqlens, lengths).tolist() == [0, 1, 0, 1, 0, 0]
+    mask[1] = True  # a token of the first prompt
+    assert same_prompts(batch.ids, mask, batch.cu_seqlens, lengths).tolist() == [0, 0, 0, 1, 0, 0]
+    long = PackedBatch.build([[1, 2] + [7] * 60] * 2, np.arange(124) % 62 > 1)
+    two = np.array([2, 2], np.int32)
+    same = same_prompts(long.ids, long.mask, long.cu_seqlens, two)
+    assert same.tolist() == [0, 1] and share_prompts(long.cu_seqlens, same, two) is None
+    assert share_prompts(long.cu_seqlens, np.zeros(2, bool), two) is None
+
+
+def test_a_prompt_stands_anew_in_a_long_group(monkeypatch):
+    monkeypatch.setattr("cukit.trainers.shared_prompts.LONGEST", 40)
+    batch = PackedBatch.build([[1, 2, 3, 4, *[7] * number] for number in range(5, 15)], np.zeros(135, bool))
+    lengths = np.full(10, 4, np.int32)
+    shared = share_prompts(batch.cu_seqlens, np.arange(10) > 0, lengths)
+    starts = batch.cu_seqlens[:-1]
+    for found, (start, stop) in zip(rows_of(shared, batch.ids), zip(starts, batch.cu_seqlens[1:]), strict=True):
+        np.testing.assert_array_equal(found, batch.ids[start:stop])
+    groups = np.unique(starts // 40).size
+    assert shared.cu_seqlens[-1] == 135 - 3 * (10 - groups) and groups == 3
+
+
+@pytest.mark.parametrize("bucket", [1, 8])
+def test_log_probabilities_and_gradients_are_those_of_whole_rows(make_model, monkeypatch, bucket):
+    model, cpu = make_model("float64"), backend_for("cpu")
+    monkeypatch.setattr(cpu, "row_bucket", lambda rows: -(-rows // bucket) * bucket)
+    batch, _ = random_groups(np.random.default_rng(3))
+    batch = batch.to(cpu)
+    found = {}
+    for name in ("tokens", "shared_tokens"):
+        tokens = getattr(Rows(batch, 1, len(batch)), name)
+        assert len(tokens.ids) % bucket == 0 and (tokens.prefixes is not None) == (name == "shared_tokens")
+        logprobs, entropy = packed_logprobs(model, tokens)
+        (logprobs * np.linspace(-1, 1, len(logprobs.data)) + entropy).sum().backward()
+        found[name] = [logprobs.data, entropy.data, *(one.grad.copy() for one in model.parameters())]
+        for parameter in model.parameters():
+            parameter.zero_grad()
+    for one, other in zip(*found.values(), strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=1e-11)
+
+
+def test_a_batch_without_prompts_is_as_it_was(make_model):
+    batch, _ = random_groups(np.random.default_rng(3))
+    rows = Rows(replace(batch, prompt_lengths=None).to(backend_for("cpu")), 0, len(batch))
+    with no_grad():
+        one, other = (packed_logprobs(make_model("float64"), x)[0].data for x in (rows.tokens, rows.shared_tokens))
+    assert rows.shared_tokens.prefixes is None
+    np.testing.assert_array_equal(one, other)
