@@ -41,10 +41,11 @@ class Steps(Meter):
     def paged_prefill_attention(self, q, *rest):
         return Ghost(self, (len(q), self.columns), q.dtype)
 
-    def paged_decode_attention(self, q, k_cache, v_cache, tables, lengths, heads, longest):
-        partial = (len(q), heads, longest // CHUNK_KEYS, self.columns // heads)
+    def rope_paged_decode_attention(self, k_cache, v_cache, slots, qkv, *rest):
+        *_, heads, _, _, longest = rest
+        partial = (len(qkv), heads, longest // CHUNK_KEYS, self.columns // heads)
         held = [Ghost(self, partial, np.float32), Ghost(self, (*partial[:3], 2), np.float32)]
-        return Ghost(self, (len(held[0]), self.columns), q.dtype)
+        return Ghost(self, (len(held[0]), self.columns), qkv.dtype)
 
     def run(self, step, *sizes):
         for _ in range(2):

@@ -43,7 +43,7 @@ def run(trainer):
     """(loss, gradient in the packed order of tokens) of the trainer's policy_loss, and what `prepared` gives."""
     rows, samples, batch = prepared(trainer)
     loss, grads = 0.0, []
-    for part in rows:
+    for part in sorted(rows, key=lambda part: part.first):
         with no_grad():
             now, _ = packed_logprobs(trainer.model, part.tokens, trainer.args.temperature)
         leaf = Tensor(now.data, requires_grad=True)
