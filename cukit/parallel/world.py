@@ -38,7 +38,7 @@ def is_said(error: Exception) -> bool:
     """Whether another rank, or the watch, prints this error: all ranks do the same, and the first one says it. Called
     by every rank that an error ends.
     """
-    if _found and num_processes() > 1:
+    if _found and _found[0].size > 1:
         return _found[0].watch.is_said(error, PAUSE)  # type: ignore[attr-defined]
     if launched_rank():
         time.sleep(PAUSE)  # mpirun ends this process, if the first one has failed too
