@@ -134,17 +134,19 @@ class PackedBatch:
             same = same_prompts(self.ids, self.mask, self.cu_seqlens, self.prompt_lengths)
         return replace(self, _borders=(moved.pop("cu_seqlens"), moved.pop("cu_learnt")), _same_prompts=same, **moved)
 
-    def micro_batches(self, index: int, max_tokens: int, share: Callable | None = None) -> list[Rows]:
+    def micro_batches(self, index: int, max_tokens: int, share: Callable | None = None, riding: int = 0) -> list[Rows]:
         """The rows of optimizer batch `index` in passes of at most max_tokens tokens (a longer row stands alone).
 
         Rows with a gradient run apart from those without; of the two the one with more tokens comes first, so that the
-        host is ahead when it comes to small passes. share(lengths) -> (first, last + 1): which of some rows are this
-        rank's.
+        host is ahead when it comes to small passes. At most `riding` tokens without a gradient join the others.
+        share(lengths) -> (first, last + 1): which of some rows are this rank's.
         """
         found = []
         first, last = self.slices[index : index + 2].tolist()
         middle = last if self.has_gradient is None else first + int(self.has_gradient[first:last].sum())
-        kinds = (first, middle, True), (middle, last, False)
+        kinds = [(first, middle, True), (middle, last, False)]
+        if first < middle < last and self.lengths[middle:last].sum() <= riding:
+            kinds = [(first, last, True)]
         for start, stop, has_gradient in sorted(kinds, key=lambda kind: -self.lengths[kind[0] : kind[1]].sum()):
             if share is not None:
                 own = share(self.lengths[start:stop])

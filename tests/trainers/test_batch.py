@@ -171,6 +171,15 @@ def test_of_rows_with_a_gradient_and_without_those_with_more_tokens_run_first(le
     assert sorted((part.first, part.last) for part in parts) == [(0, learning), (learning, 4)]
 
 
+@pytest.mark.parametrize("riding, kinds", [(19, [(0, 2, True), (2, 4, False)]), (20, [(0, 4, True)])])
+def test_few_tokens_without_a_gradient_ride_along(riding, kinds):
+    batch = PackedBatch.build([[7] * 10] * 4, np.ones(40, bool), has_gradient=np.arange(4) < 2)
+    parts = batch.to(backend_for("cpu")).micro_batches(0, 100, riding=riding)
+    assert [(part.first, part.last, part.has_gradient) for part in parts] == kinds
+    none = PackedBatch.build([[7] * 10] * 4, np.ones(40, bool), has_gradient=np.zeros(4, bool))
+    assert [part.has_gradient for part in none.to(backend_for("cpu")).micro_batches(0, 100, riding=99)] == [False]
+
+
 def test_a_conversation_with_holes_is_a_row(tokenizer, make_model):
     """Two assistant turns of one row are learnt, the user's turn between them is not; SFT and RL pack it alike."""
     turns = [("user", "1+1="), ("assistant", "2"), ("user", "2+2="), ("assistant", "4")]
