@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 
 from ..backend import backend_of
-from ..models.logprobs import PackedTokens, batches_by_tokens, concatenated, positions_in
-from .shared_prompts import same_prompts, share_prompts
+from ..models.logprobs import PackedTokens, concatenated, positions_in
+from .shared_prompts import share_prompts, shared_lengths
 
 # The order of the codes in PackedBatch.finish_reasons.
 FINISH_REASONS = ("stop", "length", "abort", "error")
@@ -66,7 +66,7 @@ class PackedBatch:
     groups: np.ndarray | None = None  # int32: the prompt that a row answers; groups may differ in size
 
     _borders: tuple | None = None  # cu_seqlens (filling included) and cu_learnt on the device
-    _same_prompts: np.ndarray | None = None  # (B,) bool, where prompt_lengths are known
+    _shared: np.ndarray | None = None  # (B,) shared_lengths, where prompt_lengths are known
 
     @classmethod
     def build(
@@ -129,36 +129,53 @@ class PackedBatch:
             borders = np.append(borders, np.int32(total + room))
         columns = dict(self._columns(ON_DEVICE)) | {"ids": ids, "positions": positions}
         moved = _sent(backend, columns | {"cu_seqlens": borders, "cu_learnt": self.cu_learnt})
-        same = None
+        shared = None
         if self.prompt_lengths is not None:
-            same = same_prompts(self.ids, self.mask, self.cu_seqlens, self.prompt_lengths)
-        return replace(self, _borders=(moved.pop("cu_seqlens"), moved.pop("cu_learnt")), _same_prompts=same, **moved)
+            shared = shared_lengths(self.ids, self.mask, self.cu_seqlens, self.prompt_lengths)
+        return replace(self, _borders=(moved.pop("cu_seqlens"), moved.pop("cu_learnt")), _shared=shared, **moved)
 
-    def micro_batches(self, index: int, max_tokens: int, share: Callable | None = None, riding: int = 0) -> list[Rows]:
+    def micro_batches(
+        self,
+        index: int,
+        max_tokens: int,
+        share: Callable | None = None,
+        riding: int = 0,
+        shares_prompts: bool = False,
+    ) -> list[Rows]:
         """The rows of optimizer batch `index` in passes of at most max_tokens tokens (a longer row stands alone).
 
         Rows with a gradient run apart from those without; of the two the one with more tokens comes first, so that the
         host is ahead when it comes to small passes. At most `riding` tokens without a gradient join the others.
-        share(lengths) -> (first, last + 1): which of some rows are this rank's.
+        share(lengths) -> (first, last + 1): which of some rows are this rank's. shares_prompts: the passes take
+        shared_tokens.
         """
         found = []
         first, last = self.slices[index : index + 2].tolist()
         middle = last if self.has_gradient is None else first + int(self.has_gradient[first:last].sum())
         kinds = [(first, middle, True), (middle, last, False)]
-        if first < middle < last and self.lengths[middle:last].sum() <= riding:
+        sizes = self.lengths - self._shared if shares_prompts and self._shared is not None else self.lengths
+        if first < middle < last and sizes[middle:last].sum() <= riding:
             kinds = [(first, last, True)]
-        for start, stop, has_gradient in sorted(kinds, key=lambda kind: -self.lengths[kind[0] : kind[1]].sum()):
+        for start, stop, has_gradient in sorted(kinds, key=lambda kind: -sizes[kind[0] : kind[1]].sum()):
             if share is not None:
                 own = share(self.lengths[start:stop])
                 start, stop = start + own[0], start + own[1]
-            found += [Rows(self, a, b, has_gradient) for a, b in self.cut(max_tokens, start, stop)]
+            found += [Rows(self, a, b, has_gradient) for a, b in self.cut(max_tokens, start, stop, shares_prompts)]
         return found
 
-    def cut(self, max_tokens: int, first: int = 0, last: int | None = None) -> Iterator[tuple[int, int]]:
+    def cut(self, max_tokens: int, first: int, last: int, shares_prompts: bool = False) -> Iterator[tuple[int, int]]:
         """Borders of passes over the rows first … last − 1 of at most max_tokens tokens each."""
-        lengths = self.lengths[first:last].tolist()
-        for part in batches_by_tokens(lengths, max_tokens):
-            yield first + part[0], first + part[-1] + 1
+        shared = self._shared if shares_prompts and self._shared is not None else np.zeros(len(self), np.int32)
+        begin, total = first, 0
+        for row, length, less in zip(
+            range(first, last), self.lengths[first:last].tolist(), shared[first:last].tolist()
+        ):
+            if row > begin and total + length - less > max_tokens:
+                yield begin, row
+                begin, total = row, 0
+            total += length - (less if row > begin else 0)
+        if first < last:
+            yield begin, last
 
     def to_arrays(self) -> dict[str, Any]:
         """Its columns as flat arrays, for a checkpoint in the middle of a generation batch."""
@@ -279,10 +296,8 @@ class Rows:
         """
         batch, rows = self.batch, slice(self.first, self.last)
         start, stop = batch.cu_seqlens[[self.first, self.last]].tolist()
-        if batch._same_prompts is None or batch.prompt_lengths is None:
-            return self.tokens
         borders = batch.cu_seqlens[self.first : self.last + 1] - start
-        found = share_prompts(borders, batch._same_prompts[rows], batch.prompt_lengths[rows])
+        found = None if batch._shared is None else share_prompts(borders, batch._shared[rows])
         if found is None:
             return self.tokens
         backend = backend_of(batch.ids)

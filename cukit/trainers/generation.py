@@ -138,7 +138,7 @@ class Generation(ABC):
         args, ranks = self.trainer.args, self.trainer.ranks.training
         found, borders = model.backend.empty(batch.targets.shape, batch.logprobs.dtype), ranks.borders(batch.lengths)
         with no_grad():
-            for first, last in batch.cut(args.max_tokens_per_batch, *borders[ranks.rank : ranks.rank + 2]):
+            for first, last in batch.cut(args.max_tokens_per_batch, *borders[ranks.rank : ranks.rank + 2], True):
                 rows = Rows(batch, first, last)
                 logprobs, _ = packed_logprobs(model, rows.shared_tokens, args.temperature)
                 rows.of(found)[...] = logprobs.data

@@ -49,6 +49,7 @@ class GRPOTrainer(PolicyTrainer):
     label = "grpo"
     args: GRPOConfig
     config_class = GRPOConfig
+    shares_prompts = True
 
     def make_generation(self) -> GroupGeneration:
         self.loss_function = load_loss(self.args.loss) if self.args.loss else built_in_loss

@@ -50,6 +50,7 @@ class PolicyTrainer(Trainer):
     config_class: type[PolicyConfig]
     # the options that a checkpoint in the middle of a generation batch depends on
     batch_options = "num_iterations and steps_per_generation"
+    shares_prompts = False  # whether compute_loss() takes shared_tokens
 
     def __init__(
         self,
@@ -239,7 +240,7 @@ class PolicyTrainer(Trainer):
             return [], metrics | {"step_tokens": 0}
         assert self._batch is not None
         index = place % self.args.num_slices
-        given = self.args.max_tokens_per_batch, self.ranks.training.share, self._riding_tokens
+        given = self.args.max_tokens_per_batch, self.ranks.training.share, self._riding_tokens, self.shares_prompts
         micro_batches = self._batch.micro_batches(index, *given)
         first, last = self._batch.slices[index : index + 2]
         return micro_batches, metrics | {"step_tokens": int(self._batch.num_learnt[first:last].sum())}

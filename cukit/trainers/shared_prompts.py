@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-WORTHWHILE = 1 / 16  # of a pass's tokens, which sharing must save
-# Tokens after which a prompt stands anew: the gradient of a prompt's keys is a sum over all rows that share it, and one
-# block of threads makes it.
+WORTHWHILE = 1 / 16  # of a batch's tokens, which sharing must save
+# Tokens of completions after which a prompt stands anew: the gradient of a prompt's keys is a sum over all rows that
+# share it, and one block of threads makes it.
 LONGEST = 4096
 
 
@@ -26,50 +26,53 @@ class SharedPrompts:
     prefixes: np.ndarray  # (S, 3): see ops.attention
 
 
-def same_prompts(ids: np.ndarray, mask: np.ndarray, cu_seqlens: np.ndarray, prompt_lengths: np.ndarray) -> np.ndarray:
-    """(B,) bool: whether a row begins with the prompt of the row before it, and neither of the prompts is learnt.
+def shared_lengths(ids: np.ndarray, mask: np.ndarray, cu_seqlens: np.ndarray, prompt_lengths: np.ndarray) -> np.ndarray:
+    """(B,) int32: how many of a row's first tokens need not stand again where the row before it is in the same pass;
+    0 where it has another prompt, or where some of the prompts is learnt. All 0 where that saves too little.
 
     ids, mask (T,) of the rows with borders cu_seqlens (B + 1,).
     """
-    starts, count = cu_seqlens[:-1], len(prompt_lengths)
+    starts, numbers = cu_seqlens[:-1], np.arange(len(prompt_lengths))
     row, place = _rows_and_places(cu_seqlens)
     in_prompt = place < prompt_lengths[row]
-    is_learnt, same = np.zeros(count, bool), np.zeros(count, bool)
+    is_learnt, same = np.zeros(len(numbers), bool), np.zeros(len(numbers), bool)
     is_learnt[row[in_prompt & mask]] = True
     same[1:] = (prompt_lengths[1:] == prompt_lengths[:-1]) & ~is_learnt[1:] & ~is_learnt[:-1]
     token = np.flatnonzero(in_prompt & same[row])
     differs = ids[token] != ids[starts[row[token] - 1] + place[token]]
     same[row[token[differs]]] = False
-    return same
+    first = np.maximum.accumulate(np.where(same, 0, numbers))  # the row with which a row's group begins
+    own = np.diff(cu_seqlens) - prompt_lengths
+    before = np.cumsum(own) - own
+    part = (before - before[first]) // LONGEST
+    same[1:] &= part[1:] == part[:-1]
+    lengths = np.where(same, np.maximum(prompt_lengths - 1, 0), 0).astype(np.int32)
+    return lengths if lengths.sum() >= WORTHWHILE * len(row) else np.zeros_like(lengths)
 
 
-def share_prompts(cu_seqlens: np.ndarray, same: np.ndarray, prompt_lengths: np.ndarray) -> SharedPrompts | None:
-    """For a pass over rows with borders cu_seqlens (B + 1,) from 0 on; None where it saves too little."""
-    numbers, row_lengths = np.arange(len(same)), np.diff(cu_seqlens)
-    begins = ~same
-    begins[:1] = True
-    first = np.maximum.accumulate(np.where(begins, numbers, 0))  # the row with which a row's group begins
-    part = (cu_seqlens[:-1] - cu_seqlens[first]) // LONGEST
-    begins[1:] |= part[1:] != part[:-1]
-    first = np.maximum.accumulate(np.where(begins, numbers, 0))
-    group = np.cumsum(begins) - 1
-    prefix = np.where(np.bincount(group)[group] > 1, np.maximum(prompt_lengths - 1, 0), 0)
-    row, place = _rows_and_places(cu_seqlens)
-    is_kept = begins[row] | (place >= prefix[row])
-    if len(row) - is_kept.sum() < WORTHWHILE * len(row):
+def share_prompts(cu_seqlens: np.ndarray, shared: np.ndarray) -> SharedPrompts | None:
+    """For a pass over rows with borders cu_seqlens (B + 1,) from 0 on and shared_lengths (B,), of which the first row's
+    does not count; None where nothing is shared.
+    """
+    follows = shared > 0
+    follows[:1] = False
+    if not follows.any():
         return None
-    leads = begins & (prefix > 0)
+    numbers = np.arange(len(shared))
+    leads = ~follows & np.append(follows[1:], False)
+    prefix = np.where(follows, shared, np.where(leads, np.append(shared[1:], 0), 0))  # rows of the prefix before a row
+    row, place = _rows_and_places(cu_seqlens)
+    is_kept = ~follows[row] | (place >= prefix[row])
     own = numbers + np.cumsum(leads)  # a row's sequence; a prefix stands before that of its first row
-    lengths = np.zeros(len(same) + leads.sum(), np.int32)
-    lengths[own], lengths[own[leads] - 1] = row_lengths - prefix, prefix[leads]
+    lengths = np.zeros(len(shared) + leads.sum(), np.int32)
+    lengths[own], lengths[own[leads] - 1] = np.diff(cu_seqlens) - prefix, prefix[leads]
     borders = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
     prefixes = np.zeros((len(lengths), 3), np.int32)
     prefixes[:, 2] = borders[1:]
-    shared = prefix > 0
-    of_prefix = (own - 1)[first]
-    prefixes[own, 1] = prefix
-    prefixes[own[shared], 0] = borders[of_prefix[shared]]
-    np.maximum.at(prefixes[:, 2], of_prefix[shared], borders[own[shared] + 1])
+    prefixed = prefix > 0
+    of_prefix = (own - 1)[np.maximum.accumulate(np.where(follows, 0, numbers))][prefixed]
+    prefixes[own[prefixed], 0], prefixes[own[prefixed], 1] = borders[of_prefix], prefix[prefixed]
+    np.maximum.at(prefixes[:, 2], of_prefix, borders[own[prefixed] + 1])
     kept, places = np.flatnonzero(is_kept), np.cumsum(is_kept) - 1
     return SharedPrompts(kept.astype(np.int32), places.astype(np.int32), borders, prefixes)
 

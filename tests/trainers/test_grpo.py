@@ -34,7 +34,7 @@ def test_gradient_accumulation_changes_nothing(make_grpo, loss_type, dtype, tole
     for split in (
         dict(per_device_train_batch_size=1, gradient_accumulation_steps=16),
         dict(per_device_train_batch_size=4, gradient_accumulation_steps=4),
-        dict(max_tokens_per_batch=20),
+        dict(max_tokens_per_batch=8),
         dict(gradient_checkpointing=True),
     ):
         other, count = gradients(make_grpo(dtype=dtype, loss_type=loss_type, **split))

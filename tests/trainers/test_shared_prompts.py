@@ -9,7 +9,7 @@ from cukit.autograd import no_grad
 from cukit.backend import backend_for
 from cukit.models.logprobs import packed_logprobs
 from cukit.trainers.batch import PackedBatch, Rows
-from cukit.trainers.shared_prompts import same_prompts, share_prompts
+from cukit.trainers.shared_prompts import share_prompts, shared_lengths
 
 
 def random_groups(rng, num_groups=5, vocab=50):
@@ -43,11 +43,12 @@ def rows_of(shared, ids):
 def test_prefixes_and_what_is_left_make_the_rows_again(seed):
     rng = np.random.default_rng(seed)
     batch, sequences = random_groups(rng)
-    same = same_prompts(batch.ids, batch.mask, batch.cu_seqlens, batch.prompt_lengths)
+    lengths = shared_lengths(batch.ids, batch.mask, batch.cu_seqlens, batch.prompt_lengths)
     first = int(rng.integers(0, len(batch) // 2))
     start = batch.cu_seqlens[first]
-    shared = share_prompts(batch.cu_seqlens[first:] - start, same[first:], batch.prompt_lengths[first:])
+    shared = share_prompts(batch.cu_seqlens[first:] - start, lengths[first:])
     if shared is None:
+        assert not lengths[first + 1 :].any()
         return
     ids = batch.ids[start:]
     for found, expected in zip(rows_of(shared, ids), sequences[first:], strict=True):
@@ -70,26 +71,38 @@ def test_what_is_shared():
     mask = np.concatenate([[False] * 4 + [True] * (len(ids) - 4) for ids in sequences])
     lengths = np.array([4, 4, 4, 4, 4, 3], np.int32)
     batch = PackedBatch.build(sequences, mask)
-    assert same_prompts(batch.ids, batch.mask, batch.cu_seqlens, lengths).tolist() == [0, 1, 0, 1, 0, 0]
+    assert shared_lengths(batch.ids, batch.mask, batch.cu_seqlens, lengths).tolist() == [0, 3, 0, 3, 0, 0]
     mask[1] = True  # a token of the first prompt
-    assert same_prompts(batch.ids, mask, batch.cu_seqlens, lengths).tolist() == [0, 0, 0, 1, 0, 0]
-    long = PackedBatch.build([[1, 2] + [7] * 60] * 2, np.arange(124) % 62 > 1)
-    two = np.array([2, 2], np.int32)
-    same = same_prompts(long.ids, long.mask, long.cu_seqlens, two)
-    assert same.tolist() == [0, 1] and share_prompts(long.cu_seqlens, same, two) is None
-    assert share_prompts(long.cu_seqlens, np.zeros(2, bool), two) is None
+    assert shared_lengths(batch.ids, mask, batch.cu_seqlens, lengths).tolist() == [0, 0, 0, 3, 0, 0]
+    for prompt, expected in ((8, 0), (9, 8)):  # of 124 tokens 7 or 8
+        long = PackedBatch.build([[*range(prompt)] + [7] * (62 - prompt)] * 2, np.arange(124) % 62 >= prompt)
+        found = shared_lengths(long.ids, long.mask, long.cu_seqlens, np.full(2, prompt))
+        assert found.tolist() == [0, expected]
+    assert share_prompts(long.cu_seqlens, np.array([7, 0])) is None  # the row before is in another pass
 
 
 def test_a_prompt_stands_anew_in_a_long_group(monkeypatch):
+    """After so many tokens of completions; those of the prompt do not count."""
     monkeypatch.setattr("cukit.trainers.shared_prompts.LONGEST", 40)
-    batch = PackedBatch.build([[1, 2, 3, 4, *[7] * number] for number in range(5, 15)], np.zeros(135, bool))
-    lengths = np.full(10, 4, np.int32)
-    shared = share_prompts(batch.cu_seqlens, np.arange(10) > 0, lengths)
-    starts = batch.cu_seqlens[:-1]
-    for found, (start, stop) in zip(rows_of(shared, batch.ids), zip(starts, batch.cu_seqlens[1:]), strict=True):
-        np.testing.assert_array_equal(found, batch.ids[start:stop])
-    groups = np.unique(starts // 40).size
-    assert shared.cu_seqlens[-1] == 135 - 3 * (10 - groups) and groups == 3
+    rows = [[*range(50), *[7] * number] for number in range(5, 15)]
+    batch = PackedBatch.build(rows, np.zeros(sum(map(len, rows)), bool))
+    lengths = shared_lengths(batch.ids, batch.mask, batch.cu_seqlens, np.full(10, 50))
+    before = np.cumsum([0, *range(5, 14)])
+    assert (lengths == 0).tolist() == [True, *(before[1:] // 40 != before[:-1] // 40)]
+    shared = share_prompts(batch.cu_seqlens, lengths)
+    for found, expected in zip(rows_of(shared, batch.ids), rows, strict=True):
+        np.testing.assert_array_equal(found, expected)
+
+
+def test_a_pass_has_as_many_rows_as_fit_with_shared_prompts():
+    rows = [[*range(50), *[7] * 10]] * 6
+    batch = PackedBatch.build(rows, np.zeros(360, bool), prompt_lengths=np.full(6, 50, np.int32)).to(backend_for("cpu"))
+    assert list(batch.cut(120, 0, 6)) == [(0, 2), (2, 4), (4, 6)]
+    assert list(batch.cut(93, 0, 6, True)) == [(0, 4), (4, 6)]  # 60 + 3 x 11 tokens
+    assert list(batch.cut(92, 0, 6, True)) == [(0, 3), (3, 6)]
+    assert list(batch.cut(92, 1, 6, True)) == [(1, 4), (4, 6)]  # the first row of a pass has its prompt
+    for first, last in batch.cut(93, 1, 6, True):
+        assert len(Rows(batch, first, last).shared_tokens.ids) <= 93
 
 
 @pytest.mark.parametrize("bucket", [1, 8])
