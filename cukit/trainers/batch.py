@@ -163,8 +163,11 @@ class PackedBatch:
             found += [Rows(self, a, b, has_gradient) for a, b in self.cut(max_tokens, start, stop, shares_prompts)]
         return found
 
-    def cut(self, max_tokens: int, first: int, last: int, shares_prompts: bool = False) -> Iterator[tuple[int, int]]:
+    def cut(
+        self, max_tokens: int, first: int = 0, last: int | None = None, shares_prompts: bool = False
+    ) -> Iterator[tuple[int, int]]:
         """Borders of passes over the rows first … last − 1 of at most max_tokens tokens each."""
+        last = len(self) if last is None else last
         shared = self._shared if shares_prompts and self._shared is not None else np.zeros(len(self), np.int32)
         begin, total = first, 0
         for row, length, less in zip(

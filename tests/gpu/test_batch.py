@@ -78,3 +78,31 @@ def test_a_whole_pass_needs_no_room_twice(rng, golden):
                 rows = Rows(batch, first, last)
                 rows.of(scores)[...] = packed_logprobs(model, rows.tokens)[0].data
     np.testing.assert_array_equal(be.to_numpy(whole), be.to_numpy(parts))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_shared_prompts_change_no_bit_of_a_log_probability(rng, golden, dtype):
+    """Of 24 completions of 4 prompts, in one pass and in passes; and the backward pass repeats bit for bit."""
+    model, be = make_model(golden, dtype), backend_for("cuda")
+    prompts = [rng.integers(0, 100, length) for length in (3, 40, 70, 150)]
+    rows = [[*prompt, *rng.integers(0, 100, rng.integers(1, 90))] for prompt in prompts for _ in range(6)]
+    lengths = np.repeat([len(prompt) for prompt in prompts], 6).astype(np.int32)
+    mask = np.concatenate([np.arange(len(row)) >= length for row, length in zip(rows, lengths, strict=True)])
+    batch = PackedBatch.build(rows, mask, prompt_lengths=lengths).to(be)
+    found = []
+    with no_grad():
+        for limit, name in ((10**6, "tokens"), (10**6, "shared_tokens"), (500, "shared_tokens")):
+            scores = be.empty(batch.targets.shape, np.float32)
+            for first, last in batch.cut(limit, shares_prompts=name == "shared_tokens"):
+                part = Rows(batch, first, last)
+                part.of(scores)[...] = packed_logprobs(model, getattr(part, name))[0].data
+            found.append(be.to_numpy(scores).tobytes())
+    assert found[0] == found[1] == found[2]
+    shared, gradients = Rows(batch, 0, len(batch)).shared_tokens, []
+    assert len(shared.ids) < batch.num_tokens
+    for _ in range(2):
+        packed_logprobs(model, shared)[0].sum().backward()
+        gradients.append([be.to_numpy(parameter.grad).tobytes() for parameter in model.parameters()])
+        for parameter in model.parameters():
+            parameter.zero_grad()
+    assert gradients[0] == gradients[1]
