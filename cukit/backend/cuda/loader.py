@@ -188,7 +188,10 @@ class Kernel:
                 file=sys.stderr,
                 flush=True,
             )
-        memory = _unused.pop() if _unused else _ArgumentMemory()
+        try:  # not "if _unused": another thread may take the last one in between
+            memory = _unused.pop()
+        except IndexError:
+            memory = _ArgumentMemory()
         try:
             self._pack(memory.buffer, 0, self._size, *values)
         except struct.error:
