@@ -1,9 +1,12 @@
 """Options of training an adapter (LoRA); names and defaults are TRL's, but for the dropout, which is 0."""
 
+import logging
 from typing import Any
 
 from ..models.adapter_config import ALL_LINEAR, TARGETS, AdapterConfig, chosen_targets
-from ..options import Options, check_range, option, require
+from ..options import Options, check_range, option, require, say_once
+
+logger = logging.getLogger(__name__)
 
 
 class LoraOptions(Options):
@@ -52,7 +55,12 @@ class LoraOptions(Options):
         if not self.use_peft:
             idle = sorted(name for name in self.given if name not in ("use_peft", "lora_dropout"))
             changed = [name for name in idle if getattr(self, name) not in (type(self).options()[name].default, None)]
-            require(not changed, f"without use_peft there is no use for {', '.join(changed)}: give use_peft=true too")
+            names = ", ".join(changed)
+            # TRL's files keep the adapter's options where they say use_peft: false; a folder to begin with is not TRL's
+            if changed and "use_peft" in self.given and self.lora_adapter_path is None:
+                say_once(logger, f"use_peft is false: nothing is done with {names}")
+            else:
+                require(not changed, f"without use_peft there is no use for {names}: give use_peft=true too")
 
     def adapter(self, base: str | None, head: str = "lm_head") -> AdapterConfig:
         """The adapter that the options ask for. base: the name of its model; head: what it ends with."""

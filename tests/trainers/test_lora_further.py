@@ -70,6 +70,12 @@ def test_another_kind_is_refused(make_sft, first, changes, message):
     assert "\n" not in str(raised.value)
 
 
+def test_a_file_may_keep_the_options_of_an_adapter_that_it_turns_off(caplog, monkeypatch):
+    monkeypatch.setattr("cukit.options._said", set())
+    args = SFTConfig(use_peft=False, lora_r=8, lora_target_modules=["q_proj"])
+    assert not args.use_peft and "use_peft is false: nothing is done with lora_r, lora_target_modules" in caplog.text
+
+
 def test_equal_options_may_be_given(make_sft, first):
     given = dict(lora_r=4, lora_target_modules=["all-linear"], use_rslora=True)
     trainer = make_sft(**START, **given, lora_adapter_path=str(first.run_folder))
