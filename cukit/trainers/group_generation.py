@@ -126,12 +126,12 @@ class GroupGeneration(Generation):
         return kl
 
     def _reference_logprobs(self, samples: Samples) -> list[np.ndarray]:
-        """Of the tokens of each completion."""
+        """Of the tokens of each completion, without those that an environment wrote."""
         reference, args, found = self.trainer.reference, self.trainer.args, []
         with no_grad():
             for part in batches_by_tokens(list(map(len, samples.token_ids)), args.max_tokens_per_batch):
                 rows = samples.rows(part)
-                wanted = [np.arange(len(ids)) >= n for ids, n in zip(rows.token_ids, rows.prompt_lengths, strict=True)]
+                wanted = np.split(rows.drawn, np.cumsum(list(map(len, rows.token_ids)))[:-1])
                 logprobs, _ = target_logprobs(reference, rows.token_ids, wanted, args.temperature)
                 found += np.split(reference.backend.to_numpy(logprobs.data), np.cumsum(rows.lengths)[:-1])
         return found

@@ -12,6 +12,7 @@ import pytest
 import cukit_cli
 from cukit import Environment, GRPOTrainer
 from cukit.commands.parser import make
+from cukit.models.logprobs import token_logprobs
 from cukit.trainers.callbacks import TrainerCallback
 from cukit.trainers.grpo_config import GRPOConfig
 from cukit.trainers.rewarding import RewardScorer
@@ -108,6 +109,25 @@ def test_the_policy_of_the_first_step_is_the_one_that_sampled(make_run):
     trainer.train()
     assert max(logged(trainer, "sampling/sampling_logp_difference/max")) < 1e-10
     assert min(logged(trainer, "grad_norm")) > 0
+
+
+def test_the_kl_of_a_reward_is_that_of_drawn_tokens(make_run):
+    """Through passes of some rows each, against the log-probabilities of each row alone."""
+    trainer = make_run(dtype="float64", beta=0.2, use_kl_in_reward=True, max_tokens_per_batch=100)
+    trainer.reference.init_weights(5)
+    seen = []
+    plain = trainer.rollout.generate
+    trainer.rollout.generate = lambda *arguments: seen.append(plain(*arguments)) or seen[-1]
+    _, metrics = trainer.generation.batch(0)
+    (samples,) = seen
+    assert any(not mask.all() for mask in samples.masks)
+    kl = 0.0
+    for ids, length, mask, old in zip(
+        samples.token_ids, samples.prompt_lengths, samples.masks, samples.logprobs, strict=True
+    ):
+        reference = token_logprobs(trainer.reference, [ids], 1.0, trainer.tokenizer.vocab_size)[0][length - 1 :]
+        kl += (old - reference[mask]).sum()
+    assert metrics["kl"] == pytest.approx(kl / samples.lengths.sum(), rel=1e-9)
 
 
 def test_rewards_get_the_conversation_and_the_environment(make_run):
