@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
 from numbers import Real
-from types import CodeType, FrameType
+from types import CodeType, FrameType, FunctionType
 from typing import Any
 
 import numpy as np
@@ -164,8 +164,8 @@ def _own(value: Any) -> Any:
 
 
 def _is_built_in(function: Callable) -> bool:
-    """Whether the code is this package's; a user's function may wrap it and take its name."""
-    return getattr(function, "__globals__", {}).get("__name__", "").startswith("cukit.rewards.")
+    """Whether the code is this package's; what wraps it is not, though it may take its name or all its attributes."""
+    return type(function) is FunctionType and str(function.__globals__.get("__name__")).startswith("cukit.rewards.")
 
 
 def _names_taken(function: Callable) -> Collection[str] | None:

@@ -201,6 +201,27 @@ def test_a_wrapper_of_a_built_in_reward_may_change_what_it_is_given():
     assert call(changes, completions, {"answer": ["6", "6"]}) == [0.0, 0.0] and completions == ["6", "7"]
 
 
+class AfterThought:
+    """A reward of what comes behind the thought; everything else is the inner reward's."""
+
+    def __init__(self, reward):
+        self.reward = reward
+
+    def __call__(self, completions, **columns):
+        completions[:] = [text.partition("</think>")[2] for text in completions]
+        return self.reward(completions, **columns)
+
+    def __getattr__(self, name):
+        return getattr(self.reward, name)
+
+
+def test_an_object_around_a_built_in_reward_may_change_what_it_is_given():
+    completions = ["<think>?</think>6", "7"]
+    reward = AfterThought(BUILTIN_REWARDS["exact"])
+    assert call(reward, completions, {"answer": ["6", "6"]}) == [1.0, 0.0]
+    assert completions == ["<think>?</think>6", "7"]
+
+
 @pytest.mark.parametrize("name", [name for name in BUILTIN_REWARDS if name != "math"])
 @pytest.mark.parametrize("conversational", [False, True])
 def test_built_in_rewards_change_nothing_that_they_are_given(name, conversational):
