@@ -31,6 +31,7 @@ from .generation import Generation
 from .in_backward import UpdateInBackward
 from .loop import Run
 from .lora import adapter_of, with_peft
+from .loss import is_ours
 from .policy_config import PolicyConfig
 from .reward_model import RewardModel, reward_models, with_models
 from .rewarding import RewardScorer, trainer_state
@@ -240,7 +241,8 @@ class PolicyTrainer(Trainer):
             return [], metrics | {"step_tokens": 0}
         assert self._batch is not None
         index = place % self.args.num_slices
-        given = self.args.max_tokens_per_batch, self.ranks.training.share, self._riding_tokens, self.shares_prompts
+        shares = self.shares_prompts and is_ours(self.compute_loss)  # a subclass's may take whole rows
+        given = self.args.max_tokens_per_batch, self.ranks.training.share, self._riding_tokens, shares
         micro_batches = self._batch.micro_batches(index, *given)
         first, last = self._batch.slices[index : index + 2]
         return micro_batches, metrics | {"step_tokens": int(self._batch.num_learnt[first:last].sum())}

@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from cukit import GRPOConfig, GRPOTrainer
 from cukit.autograd import no_grad
 from cukit.backend import backend_for
 from cukit.models.logprobs import packed_logprobs
@@ -131,3 +132,27 @@ def test_a_batch_without_prompts_is_as_it_was(make_model):
         one, other = (packed_logprobs(make_model("float64"), x)[0].data for x in (rows.tokens, rows.shared_tokens))
     assert rows.shared_tokens.prefixes is None
     np.testing.assert_array_equal(one, other)
+
+
+class WholeRows(GRPOTrainer):
+    """A subclass with a loss of its own, over the rows as they are."""
+
+    def compute_loss(self, rows):
+        self.sizes = [*getattr(self, "sizes", ()), len(rows.tokens.ids)]
+        logprobs, _ = packed_logprobs(self.model, rows.tokens, self.args.temperature)
+        return -(logprobs * rows.advantages * rows.weights).sum(), {}
+
+
+@pytest.mark.parametrize("cls", [GRPOTrainer, WholeRows])
+def test_passes_of_a_subclass_hold_whole_rows(make_model, tokenizer, tmp_path, cls):
+    """max_tokens_per_batch is a promise about memory, also where compute_loss() takes no shared_tokens."""
+    args = GRPOConfig(output_dir=str(tmp_path), per_device_train_batch_size=16, num_generations=8, max_steps=1,
+                      max_tokens_per_batch=100, max_completion_length=4, save_steps=0)  # fmt: skip
+    trainer = cls(make_model(), [lambda completion_ids, **_: [float(sum(ids) % 2) for ids in completion_ids]], args,
+                  [{"prompt": "1+2+3+4+5+6+7+8+9="}] * 2, processing_class=tokenizer)  # fmt: skip
+    parts, _ = trainer.make_batch(0)
+    whole, shared = ([len(getattr(rows, name).ids) for rows in parts] for name in ("tokens", "shared_tokens"))
+    assert max(shared) <= 100 and (max(whole) <= 100) == (cls is WholeRows)
+    if cls is WholeRows:
+        trainer.train()
+        assert max(trainer.sizes) <= 100
