@@ -15,6 +15,7 @@ def rare_collections() -> Iterator[None]:
     and libraries, and half a millisecond several times in each pass over a tape that is about to be dropped.
     """
     before = gc.get_threshold()
+    gc.collect()  # what is frozen stays: the model of a run before this one, too
     gc.freeze()
     if before[0]:  # else it is switched off
         gc.set_threshold(max(before[0], YOUNG), 2, 2)  # frozen objects left out, a collection of all others is quick

@@ -1,6 +1,7 @@
 """The collector of garbage during a run: what it looks at, what a step leaves to it, and that all is put back."""
 
 import gc
+import weakref
 
 import pytest
 
@@ -47,6 +48,21 @@ def test_a_collector_that_is_off_or_rarer_stays_so(thresholds, given, within):
     with rare_collections():
         assert gc.get_threshold()[0] == within
     assert gc.get_threshold() == (given, 10, 10)
+
+
+def test_the_model_of_the_run_before_is_gone(make_grpo):
+    """Nobody could collect it any more where memory is short: it would be frozen."""
+    gc.disable()
+    try:
+        trainer = make_grpo(max_steps=1)
+        trainer.train()
+        model = weakref.ref(trainer.model)
+        del trainer
+        with rare_collections():
+            gone = model() is None
+    finally:
+        gc.enable()
+    assert gone
 
 
 def test_the_samples_of_a_step_need_no_collector(make_grpo):
