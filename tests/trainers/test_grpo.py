@@ -8,6 +8,7 @@ import pytest
 from cukit import LLM, SamplingParams
 from cukit.trainers.advantage import group_advantages
 from cukit.trainers.batch import FINISH_REASONS
+from cukit.trainers.policy_trainer import LAUNCHING
 
 from .conftest import equal, logged, share_of_ones, weights_of
 
@@ -61,6 +62,21 @@ def test_rows_without_advantage_cost_no_gradient(make_grpo):
         trainer.compute_loss(micro_batch)[0].backward()
     for name, parameter in trainer.model.named_parameters().items():
         np.testing.assert_allclose(fast[name], parameter.grad, rtol=0, atol=1e-15)
+
+
+def test_few_tokens_without_a_gradient_ride_along_on_a_device_that_waits_for_the_host(make_grpo, monkeypatch):
+    def first(prompts, **_):
+        return [float(len(prompt[0]["content"]) < 4 and i % 2) for i, prompt in enumerate(prompts)]
+
+    apart, _ = make_grpo(first, "float64").make_batch(0)
+    assert [rows.has_gradient for rows in apart] == [False, True]
+    trainer = make_grpo(first, "float64")
+    monkeypatch.setattr(trainer.model.backend, "is_asynchronous", True)
+    layers, numbers = trainer.model.config.num_hidden_layers, trainer.model.num_parameters
+    assert trainer._riding_tokens == int(LAUNCHING * layers / (4 * numbers)) > sum(rows.num_learnt for rows in apart)
+    monkeypatch.undo()
+    together, _ = trainer.make_batch(0)
+    assert [rows.has_gradient for rows in together] == [True] and len(together[0]) == sum(map(len, apart))
 
 
 def test_training_uses_the_sampled_ids_and_the_stop_token(make_grpo, tokenizer, rows):

@@ -8,6 +8,7 @@ import pytest
 from cukit import GRPOConfig, GRPOTrainer
 from cukit.autograd import no_grad
 from cukit.backend import backend_for
+from cukit.models.attend import PackedCausal
 from cukit.models.logprobs import packed_logprobs
 from cukit.trainers.batch import PackedBatch, Rows
 from cukit.trainers.shared_prompts import share_prompts, shared_lengths
@@ -156,3 +157,26 @@ def test_passes_of_a_subclass_hold_whole_rows(make_model, tokenizer, tmp_path, c
     if cls is WholeRows:
         trainer.train()
         assert max(trainer.sizes) <= 100
+
+
+def test_training_and_what_it_compares_with_take_shared_passes(make_model, tokenizer, tmp_path, monkeypatch):
+    """The loss, the choice of tokens by entropy, and the reference: no pass holds a prompt twice."""
+    args = GRPOConfig(output_dir=str(tmp_path), per_device_train_batch_size=16, num_generations=8, max_steps=1,
+                      max_tokens_per_batch=60, max_completion_length=4, save_steps=0, beta=0.1,
+                      top_entropy_quantile=0.5, gradient_checkpointing="none")  # fmt: skip
+    trainer = GRPOTrainer(make_model(), [lambda completion_ids, **_: [float(sum(ids) % 2) for ids in completion_ids]],
+                          args, [{"prompt": "1+2+3+4+5+6+7+8+9="}] * 2, processing_class=tokenizer)  # fmt: skip
+    seen = []
+    for name, model in (("policy", trainer.model), ("reference", trainer.reference)):
+        forward = model.forward
+
+        def noted(tokens, positions, attend, forward=forward, name=name):
+            if isinstance(attend, PackedCausal):
+                seen.append((name, len(tokens), attend.prefixes is not None))
+            return forward(tokens, positions, attend)
+
+        monkeypatch.setattr(model, "forward", noted)
+    trainer.train()
+    passes = {name: sum(one[0] == name for one in seen) for name in ("policy", "reference")}
+    assert all(size <= 60 and shared for _, size, shared in seen), seen
+    assert passes["policy"] == 2 * passes["reference"] > 2  # entropies, then the loss
