@@ -36,7 +36,7 @@ __device__ __forceinline__ SCALAR merged_element(const float* partial_out, const
 }
 
 // How a step turns its newest tokens (see rope.cu) before it stores them in `slots` (B), -1: nowhere, and attends. Null
-// weights: no norm. All null: the queries are turned and the rest is stored.
+// weights: no norm. All null: another kernel has turned the queries, and stored keys and values.
 struct Turn {
     const float *q_weight, *k_weight, *cos, *sin;
     const int* positions;

@@ -86,6 +86,21 @@ def test_arguments_of_launches_within_one_another_do_not_mix(launches, monkeypat
     assert [one[-1] for one in launches] == [struct.pack("=QQi4xqf4xQ", 0, 0, n, n, n, n) for n in (2, 1)]
 
 
+def test_another_thread_may_take_the_last_unused_memory(launches, monkeypatch):
+    class Taken(list):
+        """It looks as if there was one, and then there is none."""
+
+        def __len__(self):
+            return 1
+
+        def pop(self):
+            raise IndexError
+
+    monkeypatch.setattr(loader, "_unused", Taken())
+    kernel()[1](1, 32, None, None, 1, 1, 1.0, 1)
+    assert [one[-1] for one in launches] == [struct.pack("=QQi4xqf4xQ", 0, 0, 1, 1, 1, 1)]
+
+
 def test_a_thread_without_a_context_gets_one(monkeypatch, launches):
     launch, contexts = loader.driver.launchKernel, []
 
